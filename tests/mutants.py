@@ -912,11 +912,13 @@ MUTANTS = (
     ),
     Mutant(
         "driver/publisher.py",
-        "self._asked - len(report.failed_replicas)",
-        "self._asked",
+        "self._requested - len(report.failed_replicas)",
+        "self._requested",
         "tests/unit/test_publisher.py",
     ),
-    Mutant("driver/publisher.py", "self.replicas[: self._asked],", "self.replicas,", "tests/unit/test_publisher.py"),
+    Mutant(
+        "driver/publisher.py", "self.replicas[: self._requested],", "self.replicas,", "tests/unit/test_publisher.py"
+    ),
     Mutant("driver/publisher.py", "exclusive=self.exclusive", "exclusive=True", "tests/unit/test_publisher.py"),
     Mutant("driver/publisher.py", "failed(error)", "pass", "tests/unit/test_publisher.py"),
     Mutant(

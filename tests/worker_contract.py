@@ -222,9 +222,9 @@ def test_a_call_beside_is_answered_in_the_middle_of_another(made):
     group, bench = made
     running = hold(group, bench)
     behind = note(group, "behind")
-    assert group.beside(Worker.note, ("beside",)).result(WAIT_S) == ["beside"] * group.world_size
+    assert group.call_at_once(Worker.note, ("beside",)).result(WAIT_S) == ["beside"] * group.world_size
     with pytest.raises(KeyError, match="gone"):
-        group.beside(Worker.fail, (KeyError("gone"),)).result(WAIT_S)
+        group.call_at_once(Worker.fail, (KeyError("gone"),)).result(WAIT_S)
     assert bench.logs == [["beside"]] * group.world_size and not running.done()
     bench.release()
     assert behind.result(WAIT_S) == ["behind"] * group.world_size

@@ -138,8 +138,8 @@ class VerlTrainer:
                 sampling = Sampling(max_tokens=room, temperature=self.config.temperature, seed=seed)
                 if i >= wanted and group.baseline_sampling is not None:
                     sampling = group.baseline_sampling(sampling)
-                asked = GenerateRequest(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}")
-                plays.append(self._rollout.generate(asked))
+                requested = GenerateRequest(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}")
+                plays.append(self._rollout.generate(requested))
         self._calls += 1
         found = self._loop.run_until_complete(_gather(plays))
         texts = [self._decode(c.ids.tolist()) for c in found]
@@ -167,8 +167,8 @@ class VerlTrainer:
                 raise Refused(f"query {q} has {len(answers_of)} responses and {len(scores_of)} rewards")
             trained = len(answers_of) - self.algorithm.group.baselines
             if trained < 1:
-                said = "the answer that the others are compared with comes last, and has a reward"
-                raise Refused(f"query {q} has {len(answers_of)} responses: with {self.config.algorithm}, {said}")
+                message = "the answer that the others are compared with comes last, and has a reward"
+                raise Refused(f"query {q} has {len(answers_of)} responses: with {self.config.algorithm}, {message}")
             samples += [
                 self._sample(q, i, query, text, score, "train" if i < trained else "baseline")
                 for i, (text, score) in enumerate(zip(answers_of, scores_of))

@@ -250,8 +250,8 @@ def evaluate_verb(args: list[str]) -> int:
     found = _for_people({name: value for name, value in values.items() if name.startswith("eval/")})
     progress.message("\n".join(f"{name:<40} {value:.4f}" for name, value in found.items()))
     if progress.lost:  # the requested values could not be printed
-        told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
-        return _fail(f"standard output cannot be written ({progress.lost}); what was found: {told}", 1)
+        message = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        return _fail(f"standard output cannot be written ({progress.lost}); what was found: {message}", 1)
     return 0
 
 
@@ -288,8 +288,8 @@ def _refuse_agents(resolved: Resolved) -> None:
     values, why = values_of(resolved.config), "verl generate answers a prompt in one turn, without tools"
     idle = {key: origin for key, origin in resolved.origins.items() if key.startswith("agent.") and origin != "default"}
     fix = "leave it out; verl eval plays rows with tools"
-    if said := [key for key, origin in idle.items() if origin == "command line" or origin.startswith("verl key")]:
-        raise Refused("\n".join(f"{key}={text_of(values[key])}: {why}: {fix}" for key in said))
+    if found := [key for key, origin in idle.items() if origin == "command line" or origin.startswith("verl key")]:
+        raise Refused("\n".join(f"{key}={text_of(values[key])}: {why}: {fix}" for key in found))
     if idle:
         print(f"{', '.join(idle)} ({next(iter(idle.values()))}): {why}")
 

@@ -32,11 +32,11 @@ def ask(run_dir: Path, verb: str, what: str = "", timeout_s: float = ANSWER_S) -
             path.unlink(missing_ok=True)
             raise Refused(f"{run_dir}: its driver did not answer in {timeout_s:g} s; its own last lines say why")
         time.sleep(LOOK_S / 2)
-    told = json.loads(answer.read_text())
+    found = json.loads(answer.read_text())
     answer.unlink()
-    if "error" in told:
-        raise Refused(told["error"])
-    return list(told["lines"])
+    if "error" in found:
+        raise Refused(found["error"])
+    return list(found["lines"])
 
 
 def _refuse_idle(run_dir: Path) -> None:

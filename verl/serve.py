@@ -35,8 +35,8 @@ def with_context(config: Config) -> Config:
     room = context_tokens(config.model.path)
     wanted = config.serve.max_context_tokens or room or longest_sequence(config)
     if room is not None and wanted > room:
-        said = f"the model was made for {room} (max_position_embeddings); lower it, or leave it out"
-        raise Refused(f"serve.max_context_tokens={wanted}: {said}")
+        message = f"the model was made for {room} (max_position_embeddings); lower it, or leave it out"
+        raise Refused(f"serve.max_context_tokens={wanted}: {message}")
     if wanted < 2:
         raise Refused(f"serve.max_context_tokens={wanted}: a prompt and an answer are two tokens at least")
     return replace(
@@ -134,5 +134,5 @@ async def _serve(config: Config, sock: socket.socket) -> None:
 def _announce(config: Config, sock: socket.socket, max_context_tokens: int) -> None:
     s, (host, port) = config.serve, sock.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    told = f"model {s.name!r}, context {max_context_tokens}" + (", control plane on" if s.control else "")
-    print(f"serving http://{shown}:{port} ({told})", flush=True)
+    message = f"model {s.name!r}, context {max_context_tokens}" + (", control plane on" if s.control else "")
+    print(f"serving http://{shown}:{port} ({message})", flush=True)

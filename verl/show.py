@@ -178,9 +178,9 @@ def export(source: Path, out: Path) -> int:
         found, notes = find_latest(source)
         if found is None:
             raise Refused("\n".join([*notes, f"{source} has no valid checkpoint"]))
-        asked = [e.data["total_steps"] for e in read_events(source, {"resumed"})][-1:]
+        wanted = [e.data["total_steps"] for e in read_events(source, {"resumed"})][-1:]
         step = int(found.name.removeprefix("step_"))
-        for total in asked:
+        for total in wanted:
             notes += beyond(source, step, total) or ([f"step {step} of {total}: not its end"] if step < total else [])
         print("\n".join(notes), end="\n" if notes else "")
         folder = found / "hf"

@@ -188,7 +188,7 @@ def test_what_happens_in_the_middle_of_a_prompt(event: str) -> None:
         engine.add(request("long", prompt_of(1, 50), 2))
         done |= steps(engine, 2)
         if event == "abort":
-            done |= {c.request_id: c for _, c in engine.abort({r for r in engine.requests() if r.asked.id == "long"})}
+            done |= {c.request_id: c for _, c in engine.abort({r for r in engine.requests() if r.given.id == "long"})}
             engine.add(request("next", prompt_of(2, 20), 2))
         elif event == "load":
             engine.load(source_of(reference(CONFIGS["qwen3"]), 1))

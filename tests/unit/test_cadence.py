@@ -75,7 +75,7 @@ class Model:
 
 def checkpointer_of(tmp_path: Any, model: Any, told: list[str], needed_bytes: int, wait_timeout_s: float) -> Any:
     run = SimpleNamespace(save_every_steps=1, grace_s=1.0, wait_timeout_s=wait_timeout_s)
-    config, cluster = SimpleNamespace(run=run), SimpleNamespace(apart=True, drivers=None)
+    config, cluster = SimpleNamespace(run=run), SimpleNamespace(own_processes=True, drivers=None)
     learner: Any = SimpleNamespace(config=config, models={"actor": model}, waits=Waits(), cluster=cluster)
     learner.done = partial(Learner.done, learner)
     claimed: Any = SimpleNamespace(state=None, store=CheckpointStore(tmp_path), records="elsewhere")
@@ -98,7 +98,7 @@ def saved(tmp_path: Any, answers: BaseException | None, needed_bytes: int = 0) -
 def test_where_workers_have_processes_of_their_own_a_save_goes_on_beside_training(apart, drivers, beside, tmp_path):
     """It has begun when `save` returns; in one process it is done."""
     made = checkpointer_of(tmp_path, Model(None), [], 0, 60.0)
-    made._learner.cluster = SimpleNamespace(apart=apart, drivers=drivers)
+    made._learner.cluster = SimpleNamespace(own_processes=apart, drivers=drivers)
     made._claimed.identity, made._claimed.parent, made._claimed.hide = None, None, None
     made._reporter.events.flush = lambda **_: None
     did, go = list[str](), threading.Event()

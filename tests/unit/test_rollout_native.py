@@ -521,7 +521,7 @@ def test_a_burst_is_admitted_as_a_whole_and_in_its_order() -> None:
         admit = engine._runner.admit
 
         def watched(waiting: Any, resident: int) -> Any:
-            seen.append([request.asked.id for request in waiting])
+            seen.append([request.given.id for request in waiting])
             return admit(waiting, resident)
 
         engine._runner.admit = watched  # type: ignore[method-assign]

@@ -116,7 +116,7 @@ def test_no_more_are_resident_than_the_kv_holds(pages: bool) -> None:
     most = 0
     while core.busy:
         done |= {c.request_id: c for _, c in core.step()}
-        needs = [len(r.asked.prompt_ids) + r.asked.sampling.max_tokens for r in core.running.requests]
+        needs = [len(r.given.prompt_ids) + r.given.sampling.max_tokens for r in core.running.requests]
         assert sum(needs) <= 128
         most = max(most, len(needs))
     assert 1 < most < 6

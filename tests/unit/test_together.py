@@ -173,12 +173,12 @@ def test_a_rank_that_does_not_come_is_named_and_nothing_has_the_name(tmp_path):
 def test_what_a_process_does_beside_the_calls_tells_of_a_death_first():
     """A write thread hears of it as a connection that broke, or waits for a rank that is stopped."""
     gone = WorkerDied("rank 1 (process 7) is gone: torchrun says how it ended")
-    process: Any = SimpleNamespace(_gone=None, _death_seen=threading.Event())
+    process: Any = SimpleNamespace(_death=None, _death_seen=threading.Event())
 
     def raises(error: Exception) -> Callable[[], None]:
         def fn() -> None:
             if isinstance(error, RuntimeError) and "Connection" in str(error):
-                process._gone = gone
+                process._death = gone
                 process._death_seen.set()
             raise error
 

@@ -15,13 +15,13 @@ def test_an_expired_wait_says_who_what_and_what_else_was_pending(tmp_path):
     async def main():
         waits, path = Waits(tmp_path / "waits.json"), tmp_path / "waits.json"
         other = asyncio.ensure_future(
-            waits.wait(asyncio.sleep(30), who="trajectory g1/train0.0", what="its reward", timeout_s=60)
+            waits.wait(asyncio.sleep(30), waiter="trajectory g1/train0.0", what="its reward", timeout_s=60)
         )
         await asyncio.sleep(0)
         asked = []
         with pytest.raises(DeadlineExpired) as caught:
             await waits.wait(
-                asyncio.sleep(30), who="step 7", what=lambda: asked.append(1) or "4 groups of 8", timeout_s=0.02
+                asyncio.sleep(30), waiter="step 7", what=lambda: asked.append(1) or "4 groups of 8", timeout_s=0.02
             )
         assert (
             str(caught.value)
@@ -45,12 +45,12 @@ def test_the_message_stays_short_with_thousands_pending():
     async def main():
         waits = Waits()
         others = [
-            asyncio.ensure_future(waits.wait(asyncio.sleep(30), who=f"t{i}", what="x", timeout_s=60))
+            asyncio.ensure_future(waits.wait(asyncio.sleep(30), waiter=f"t{i}", what="x", timeout_s=60))
             for i in range(500)
         ]
         await asyncio.sleep(0)
         with pytest.raises(DeadlineExpired, match=r"t0: x.* and 494 more") as caught:
-            await waits.wait(asyncio.sleep(30), who="me", what="it", timeout_s=0.01)
+            await waits.wait(asyncio.sleep(30), waiter="me", what="it", timeout_s=0.01)
         assert len(str(caught.value)) < 300
         for other in others:
             other.cancel()
@@ -73,7 +73,7 @@ def test_a_coroutine_that_is_too_late_has_ended_when_the_error_comes():
         ended = []
 
         with pytest.raises(DeadlineExpired):
-            await Waits().wait(until_cancelled(ended), who="a", what="b", timeout_s=0.01)
+            await Waits().wait(until_cancelled(ended), waiter="a", what="b", timeout_s=0.01)
         assert ended and len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
@@ -83,7 +83,7 @@ def test_a_future_that_others_may_hold_is_not_cancelled():
     async def main():
         shared = asyncio.get_running_loop().create_future()
         with pytest.raises(DeadlineExpired):
-            await Waits().wait(shared, who="a", what="b", timeout_s=0.01)
+            await Waits().wait(shared, waiter="a", what="b", timeout_s=0.01)
         assert not shared.cancelled()
 
     asyncio.run(main())
@@ -93,7 +93,7 @@ def test_a_cancelled_waiter_leaves_nothing_running_and_nothing_pending():
     async def main():
         waits, ended = Waits(), []
 
-        waiter = asyncio.ensure_future(waits.wait(until_cancelled(ended), who="a", what="b", timeout_s=60))
+        waiter = asyncio.ensure_future(waits.wait(until_cancelled(ended), waiter="a", what="b", timeout_s=60))
         await asyncio.sleep(0.005)
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -108,13 +108,13 @@ def test_something_cancelled_by_others_is_an_error_and_not_the_waiters_end():
         future = asyncio.get_running_loop().create_future()
         future.cancel()
         with pytest.raises(Abandoned, match="step 1 waited for the weights, which was cancelled"):
-            await Waits().wait(future, who="step 1", what="the weights", timeout_s=1)
+            await Waits().wait(future, waiter="step 1", what="the weights", timeout_s=1)
 
         async def suicidal():
             raise asyncio.CancelledError
 
         with pytest.raises(Abandoned):
-            await Waits().wait(suicidal(), who="a", what="b", timeout_s=1)
+            await Waits().wait(suicidal(), waiter="a", what="b", timeout_s=1)
         assert not asyncio.current_task().cancelling()
 
     asyncio.run(main())
@@ -128,9 +128,9 @@ def test_results_and_errors_come_through():
         async def bad():
             raise KeyError("k")
 
-        assert await Waits().wait(fine(), who="a", what="b", timeout_s=5) == 5
+        assert await Waits().wait(fine(), waiter="a", what="b", timeout_s=5) == 5
         with pytest.raises(KeyError):
-            await Waits().wait(bad(), who="a", what="b", timeout_s=5)
+            await Waits().wait(bad(), waiter="a", what="b", timeout_s=5)
 
     asyncio.run(main())
 
@@ -142,7 +142,7 @@ def test_a_late_error_of_an_abandoned_future_is_not_reported_as_never_retrieved(
         asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context["message"]))
         future = asyncio.get_running_loop().create_future()
         with pytest.raises(DeadlineExpired):
-            await Waits().wait(future, who="a", what="b", timeout_s=0.01)
+            await Waits().wait(future, waiter="a", what="b", timeout_s=0.01)
         future.set_exception(RuntimeError("late"))
         del future
         await asyncio.sleep(0)
@@ -157,7 +157,7 @@ def test_an_unwritable_dump_does_not_hide_the_deadline(tmp_path):
 
     async def main():
         with pytest.raises(DeadlineExpired):
-            await Waits(tmp_path / "file" / "waits.json").wait(asyncio.sleep(9), who="a", what="b", timeout_s=0.01)
+            await Waits(tmp_path / "file" / "waits.json").wait(asyncio.sleep(9), waiter="a", what="b", timeout_s=0.01)
 
     asyncio.run(main())
 
@@ -168,7 +168,7 @@ def test_a_long_wait_is_written_down_before_its_deadline(tmp_path, monkeypatch):
     async def main():
         path = tmp_path / "waits.json"
         waiter = asyncio.ensure_future(
-            Waits(path).wait(asyncio.sleep(30), who="step 3", what="a hung engine", timeout_s=60)
+            Waits(path).wait(asyncio.sleep(30), waiter="step 3", what="a hung engine", timeout_s=60)
         )
         for _ in range(1000):
             if path.exists():
@@ -250,14 +250,14 @@ def test_a_limit_leaves_no_cancellation_behind_however_its_block_ends():
 def test_deadlines_hold_on_a_second_event_loop():
     waits = Waits()
     first = asyncio.new_event_loop()
-    left = first.create_task(waits.wait(first.create_future(), who="a", what="b", timeout_s=30))
+    left = first.create_task(waits.wait(first.create_future(), waiter="a", what="b", timeout_s=30))
     first.run_until_complete(asyncio.sleep(0))
     first.close()  # with a wait in it
 
     async def main():
         async with asyncio.timeout(10):
             with pytest.raises(DeadlineExpired):
-                await waits.wait(asyncio.sleep(30), who="a", what="b", timeout_s=0.05)
+                await waits.wait(asyncio.sleep(30), waiter="a", what="b", timeout_s=0.05)
 
     asyncio.run(main())
     left._log_destroy_pending = False

@@ -161,3 +161,25 @@ def test_every_package_is_on_the_page_of_the_design() -> None:
     text = (DOCS / "design" / "README.md").read_text()
     packages = {path.parts[0] for path in trees() if len(path.parts) > 1} - NAMES_OF_THE_PUBLIC_PROJECT
     assert not {name for name in packages if f"`{name}/" not in text}
+
+
+NAMES_OF_OTHERS = {"NOBODY": "the user of Unix with this name"}
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """Return the names that a module gives to functions, classes, parameters, variables and attributes."""
+    found = set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return found
+
+
+def test_names_are_plain_words_too() -> None:
+    every = ((str(path), name) for path, tree in trees().items() for name in names_of(tree))
+    odd = {(path, name) for path, name in every if {*name.lower().split("_")} & PERSONS_AND_POSTURES}
+    assert {name for _, name in odd} == {*NAMES_OF_OTHERS}, odd

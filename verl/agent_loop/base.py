@@ -166,8 +166,8 @@ class ServerManager:
         else:
             before = self.record[k - 1] if k else None
             known = np.concatenate([before.prompt_ids, before.completion.ids]) if before else ids[:0]
-            goes_on = np.array_equal(ids[: len(known)], known)  # the history was not rendered anew
-            key = derive_seed("shown", (ids[len(known) :] if goes_on else ids).tobytes().hex())
+            continues = np.array_equal(ids[: len(known)], known)  # the history was not rendered anew
+            key = derive_seed("shown", (ids[len(known) :] if continues else ids).tobytes().hex())
         channels = {"turn": np.full(n, k, np.int64), "turn_state": np.full(n, key & (2**62 - 1), np.int64)}
         return {**channels, "turn_reward": np.zeros(n, np.float32)}
 
@@ -199,7 +199,7 @@ class ServerManager:
     ) -> TokenOutput:
         if image_data or video_data:
             raise ValueError("this model takes no images or videos; remove them from the rows")
-        asked, ids = self._merged(sampling_params), as_ids(prompt_ids)
+        wanted, ids = self._merged(sampling_params), as_ids(prompt_ids)
         turn, self._calls = self._calls, self._calls + 1
         self._limit = self._limit or len(ids) + self.sampling.max_tokens - self.taken
         room = self._limit - len(ids)
@@ -210,7 +210,7 @@ class ServerManager:
             if spent:
                 self.counts["turn_limit"] = 1
             return TokenOutput([], [], self.ended_by)
-        sampling = asked.of_call(min(asked.max_tokens, room), derive_seed(*self.seed_parts, turn))
+        sampling = wanted.of_call(min(wanted.max_tokens, room), derive_seed(*self.seed_parts, turn))
         entry = self.begin("turn", number=turn, prompt_tokens=len(ids))
         completion = await self.engine.generate(self.request(request_id, ids, sampling))
         call = RecordedCall(ids, completion, completion.ids.tolist())

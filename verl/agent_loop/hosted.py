@@ -189,10 +189,10 @@ class DriverEngine:
         return [self.calls[id(call.completion)] for call in self.manager.record]
 
 
-def cannot_leave(said: Any, kind: Any) -> str:
+def cannot_leave(value: Any, kind: Any) -> str:
     """Return the reason why a message cannot be encoded, or not be decoded by the other side; "" if it can be sent."""
     try:
-        msgspec.msgpack.decode(msgspec.msgpack.encode(said, enc_hook=_plain), type=kind)
+        msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=_plain), type=kind)
     except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as e:
         return str(e)
     return ""

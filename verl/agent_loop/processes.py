@@ -40,7 +40,7 @@ class InProcesses:
             parameters=tuple(parameters),
             convert=plain,
             returns=tuple[str, float | None],
-            gone=(ToolBroken,),
+            broken_by=(ToolBroken,),
             section="agent.tools",
             called="tool",
         )
@@ -67,8 +67,10 @@ class InProcesses:
         if found.reason == "broken":
             raise ToolBroken(found.detail)
         why = found.detail.rstrip().rpartition("\n")[2]
-        said = why if found.reason in ("exception", "bad_result") else f"its process was ended ({found.reason}): {why}"
-        return ToolAnswer(f"Error: {self._name} failed: {said}", error="exception")
+        message = (
+            why if found.reason in ("exception", "bad_result") else f"its process was ended ({found.reason}): {why}"
+        )
+        return ToolAnswer(f"Error: {self._name} failed: {message}", error="exception")
 
     async def score(self, state: None, given: Mapping[str, Any]) -> None:
         """Return None: there is no score."""

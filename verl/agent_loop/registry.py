@@ -72,7 +72,7 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     rewarded = any(isinstance(t.held, Environment) and t.held.rewards for t in tools.values())
     players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()), rewarded=rewarded)
     contents = {**contents_of(tools), **({"agent.tools": listed} if (listed := tools_hash(tools)) else {})}
-    notes += tuple(said for t in tools.values() if isinstance(t.held, HeldTool) and (said := t.held.instance.note()))
+    notes += tuple(found for t in tools.values() if isinstance(t.held, HeldTool) and (found := t.held.instance.note()))
     notes += (f"agent: the tools of MCP servers are those of now ({listed[:12]})",) if listed else ()
     return Loops(
         players=players,
@@ -134,8 +134,8 @@ def _kit(
     except ValueError as e:
         one = next((t.name for t in tools.values() if _refused(tokenizer, template_kwargs, t)), "")
         what = f"the schema of {one}" if one else "the tools together"
-        whose = f"the chat template of {tokenizer.name_or_path or 'this model'}"
-        raise Refused(f"agent.tools: {whose} cannot render {what}: {e}. Fix: plainer hints, or no such tool") from e
+        owner = f"the chat template of {tokenizer.name_or_path or 'this model'}"
+        raise Refused(f"agent.tools: {owner} cannot render {what}: {e}. Fix: plainer hints, or no such tool") from e
     package, parser, bridge, name = None, None, None, agent.format
     if name.startswith(PREFIX):
         package = load_package(name.removeprefix(PREFIX), plain, template_kwargs, shown)

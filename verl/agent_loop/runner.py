@@ -62,7 +62,7 @@ class Playing:
     known: GrowingIds
     number: int = -1  # The number of its latest play.
     record: dict[int, RecordedCall] = field(default_factory=dict)  # The calls by their numbers.
-    asked: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
 
     def end(self, how: list[AgentLoopOutput] | Exception) -> None:
         if not self.ended.done():
@@ -71,9 +71,9 @@ class Playing:
     def over(self) -> None:
         """Cancel the trajectory's calls and clear its record: its play has ended, or will be repeated from the
         beginning."""
-        for task in list(self.asked.values()):
+        for task in list(self.calls.values()):
             task.cancel()
-        self.known, self.record, self.asked = GrowingIds.of(self.part.task.prompt_ids), {}, {}
+        self.known, self.record, self.calls = GrowingIds.of(self.part.task.prompt_ids), {}, {}
 
 
 class LoopRunner:
@@ -242,10 +242,10 @@ class LoopRunner:
                 self._left.discard(message.play)
         elif isinstance(message, GenerateCall):
             ids = playing.known.then(message.keep, np.frombuffer(message.ids, np.int64))
-            playing.asked[message.call] = asyncio.create_task(self._answer(companion, playing, message, ids))
+            playing.calls[message.call] = asyncio.create_task(self._answer(companion, playing, message, ids))
         elif isinstance(message, CancelCall):
-            if message.call in playing.asked:
-                playing.asked[message.call].cancel()
+            if message.call in playing.calls:
+                playing.calls[message.call].cancel()
         elif isinstance(message, PlayFailed):
             if message.notes is not None:
                 playing.manager.take_over([playing.record[call] for call in message.recorded], message.notes)
@@ -266,7 +266,7 @@ class LoopRunner:
             same = ValueError(str(e)) if isinstance(e, ValueError) else RuntimeError(f"{type(e).__name__}: {e}")
             companion.send(("failed", message.play, message.call, same))
         finally:
-            playing.asked.pop(message.call, None)
+            playing.calls.pop(message.call, None)
 
 
 def _output(message: Output, known: GrowingIds) -> AgentLoopOutput:

@@ -51,9 +51,9 @@ class RendersMessages:
     def _system_prompt(self, kwargs: Mapping[str, Any]) -> list[int]:
         """Return the ids that the template writes before the first message: the prompt of one message without the ids
         by which a prompt of two messages is longer."""
-        asked = {"role": "user", "content": "1"}
+        wanted = {"role": "user", "content": "1"}
         one, two = (
-            list(self.tokenizer.apply_chat_template([asked] * n, tokenize=True, return_dict=False, **kwargs))
+            list(self.tokenizer.apply_chat_template([wanted] * n, tokenize=True, return_dict=False, **kwargs))
             for n in (1, 2)
         )
         return one[: max(0, 2 * len(one) - len(two))]

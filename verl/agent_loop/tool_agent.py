@@ -132,8 +132,8 @@ class ToolAgentLoop(AgentLoopBase):
         play = Play(rendered_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box)
         try:
             columns = {name: value for name, value in kwargs.items() if name not in NO_COLUMNS}
-            if said := await box.begin({**columns, "prompt": [dict(m) for m in play.messages]}):
-                self._say(play, said)
+            if found := await box.begin({**columns, "prompt": [dict(m) for m in play.messages]}):
+                self._append_text(play, found)
             while await self._turn(play, await self._generate(play, kwargs["request_id"], sampling_params)):
                 pass
             scores = await box.scores()
@@ -143,10 +143,10 @@ class ToolAgentLoop(AgentLoopBase):
                 self.server_manager.counts["release_errors"] += bool(wrong)
         self._count(play)
         fields = {"tool_rewards": box.rewards, "rollout_reward_scores": scores}
-        told = {k: v for k, v in fields.items() if v} | {
+        report = {k: v for k, v in fields.items() if v} | {
             "malformed_calls": self.server_manager.counts["malformed_calls"]
         }
-        return [*play.ended, play.output(extra_fields=told, reward_score=reward)]
+        return [*play.ended, play.output(extra_fields=report, reward_score=reward)]
 
     async def _turn(self, play: Play, out: TokenOutput) -> bool:
         """Run the calls of a turn and add their answers. Return True if the model is called again."""
@@ -164,7 +164,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.server_manager.timeline[-1]["render_s"] = time.monotonic() - began
         return True
 
-    def _say(self, play: Play, said: str) -> None:
+    def _append_text(self, play: Play, text: str) -> None:
         """Append the text of an environment to the last user message of the prompt. Its tokens count in the budget."""
         last = play.messages[-1]
         if last.get("role") != "user" or not isinstance(last.get("content"), str):
@@ -173,7 +173,7 @@ class ToolAgentLoop(AgentLoopBase):
         self._render(play)
         if not np.array_equal(play.ids, given):
             raise ValueError("reset returned text, and the row's prompt is not the rendering of its messages")
-        play.messages[-1] = {**last, "content": last["content"] + self._kit.plain.marked(self._cut(said))}
+        play.messages[-1] = {**last, "content": last["content"] + self._kit.plain.marked(self._cut(text))}
         self._render(play)
         self.server_manager.take(play.used - len(given))
 
@@ -235,9 +235,9 @@ class ToolAgentLoop(AgentLoopBase):
     def _over(self, play: Play, turn: Turn, answers: Sequence[ToolAnswer]) -> bool:
         """Return True if the trajectory ends with this turn, and report the reason to the server manager."""
         why: StopReason | None = None
-        said = [part for c in turn.calls for part in (c.name, _canonical(c.arguments))] or [turn.text]
+        found = [part for c in turn.calls for part in (c.name, _canonical(c.arguments))] or [turn.text]
         one = hashlib.sha256()
-        for part in (*said, *(a.text for a in answers)):
+        for part in (*found, *(a.text for a in answers)):
             one.update(f"{len(part)} {part}".encode(errors="replace"))
         play.same, play.last = (play.same + 1 if one.digest() == play.last else 1), one.digest()
         if any(call.name in play.box.tools and play.box.tools[call.name].limits.stop for call in turn.calls):

@@ -123,11 +123,11 @@ class Environment:
 
     async def open(self, given: Mapping[str, Any]) -> Episode:
         state = Episode(await in_thread(self.made_by, f"environment {self.name}"))
-        said = await state.call("reset", **given)
-        if not isinstance(said, str | None):
-            kind = type(said).__name__
+        found = await state.call("reset", **given)
+        if not isinstance(found, str | None):
+            kind = type(found).__name__
             raise TypeError(f"{self.name}.reset returned a {kind}: return text for the model, or None")
-        state.greeting = answer_of(said).text
+        state.greeting = answer_of(found).text
         return state
 
     async def call(self, state: Episode, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
@@ -251,12 +251,12 @@ class Toolbox:
     async def begin(self, row: Mapping[str, Any]) -> str:
         """Call `reset` of the environments with the row's columns, and return their texts for the model's first
         prompt."""
-        said = ""
+        message = ""
         for held in dict.fromkeys(tool.held for tool in self.tools.values()):
             if isinstance(held, Environment):
                 self._begin(held, held.name, row)
-                said += (await self._ended(self._open[held][1], f"{held.name}.reset")).greeting
-        return said
+                message += (await self._ended(self._open[held][1], f"{held.name}.reset")).greeting
+        return message
 
     def reward(self, scores: Mapping[str, float]) -> float | None:
         """Return the sum of the environments' rewards; None if there is none, so that the reward function is called."""
@@ -340,4 +340,4 @@ def close_tools(tools: Mapping[str, Tool]) -> None:
 def contents_of(tools: Mapping[str, Tool]) -> dict[str, str]:
     """Return, by key, the settings and data on which the answers of verl's tools depend, if the tools declare them."""
     held = {name: tool.held.instance for name, tool in tools.items() if isinstance(tool.held, HeldTool)}
-    return {f"agent.tools ({name})": said for name, instance in held.items() if (said := instance.content())}
+    return {f"agent.tools ({name})": found for name, instance in held.items() if (found := instance.content())}

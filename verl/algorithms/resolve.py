@@ -66,11 +66,11 @@ def resolve(name: str, given: Mapping[str, Any] | None = None) -> Algorithm:
     judged = "teacher_logprobs" in preset.estimator.inputs
     if judged and not isinstance(preset.estimator, specs.OPD):
         advantage = partial(estimators.with_teacher, inner=advantage)
-    told = [partial(estimators.of_teacher, name=f"train_{name}") for name in preset.loss.recorded if not judged]
+    found = [partial(estimators.of_teacher, name=f"train_{name}") for name in preset.loss.recorded if not judged]
     return Algorithm(
         **parts,
         advantage=advantage,
-        figures=told[0] if told else None,
+        figures=found[0] if found else None,
         terms=_terms(preset),
         value_terms=_value_terms(preset),
     )

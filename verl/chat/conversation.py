@@ -122,15 +122,15 @@ def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], a
 
 def _turn_row(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateAudit) -> Rendered:
     """Return the row of assistant turn i after its prompt, with the history as the template renders it at that turn."""
-    asked, prompt = r.both(messages[:i], prompt=True)
+    wanted, prompt = r.both(messages[:i], prompt=True)
     text, turn = r.both(messages[: i + 1], prompt=False)
-    if not is_prefix(prompt, turn) or not keeps_text(messages[i], text[shared(asked, text) :]):
-        refuse_dropped(r, asked, messages[:i], audit, prompt=True)
+    if not is_prefix(prompt, turn) or not keeps_text(messages[i], text[shared(wanted, text) :]):
+        refuse_dropped(r, wanted, messages[:i], audit, prompt=True)
         return _appended_row(r, messages, i, prompt, audit)
     refuse_dropped(r, text, messages[: i + 1], audit, (i,), prompt=False)
-    _refuse_doubled(messages[i], asked, text)
+    _refuse_doubled(messages[i], wanted, text)
     if messages[i].get("tool_calls") and messages[i].get("content"):
-        _refuse_misplaced_text(messages[i], text[shared(asked, text) :], i)
+        _refuse_misplaced_text(messages[i], text[shared(wanted, text) :], i)
     end = _end_of_turn(turn, messages[i], audit, i)
     if end <= len(prompt):
         raise RowRefused("an assistant turn without any token", f"message {i + 1}")

@@ -265,14 +265,14 @@ def opening_of(name: str, prompt: str) -> str:
     return found.group() if found else ""
 
 
-def format_of(template: str, asked: str = "auto") -> str:
+def format_of(template: str, name: str = "auto") -> str:
     """Return the name of the format that a chat template shows; if several fit, the one with the most marks. Raise
-    ValueError if none fits, or if there is no format with the name `asked`."""
+    ValueError if none fits, or if there is no format of that `name`."""
     known = ", ".join(FORMATS)
-    if asked != "auto":
-        if asked not in FORMATS:
-            raise Refused(f"agent.format={asked}: unknown; there are auto, {known}, renderers:NAME")
-        return asked
+    if name != "auto":
+        if name not in FORMATS:
+            raise Refused(f"agent.format={name}: unknown; there are auto, {known}, renderers:NAME")
+        return name
     fits = [name for name, f in FORMATS.items() if all(mark in template.replace('\\"', '"') for mark in f.marks)]
     if not fits:
         raise Refused(

@@ -118,10 +118,10 @@ def _check(package: PackageRenderer, key: str, shown: Renderer) -> None:
         same(ids.tolist(), written)
     at = next((i + 1 for i in range(len(prompt), len(full)) if full[i] in stops), len(full))
     texts = (ANSWER["content"], ANSWER["content"] + "".join(plain.control))
-    told, forged = (package.ids(prompt, full[len(prompt) : at], [{**ANSWER, "content": text}]) for text in texts)
-    if told is not None and at < len(full) and is_prefix(prompt, full):
-        same(full[at:].tolist(), told.tolist())
+    found, forged = (package.ids(prompt, full[len(prompt) : at], [{**ANSWER, "content": text}]) for text in texts)
+    if found is not None and at < len(full) and is_prefix(prompt, full):
+        same(full[at:].tolist(), found.tolist())
     control = {plain.tokenizer.convert_tokens_to_ids(text) for text in plain.control}
-    one, other = ([] if ids is None else [i for i in ids.tolist() if i in control] for ids in (told, forged))
+    one, other = ([] if ids is None else [i for i in ids.tolist() if i in control] for ids in (found, forged))
     if one != other:
         raise Refused(f"{key}: with this renderer a tool's text could open or close a turn")

@@ -23,10 +23,10 @@ BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, Import
 
 def cannot_load(folder: Path, exc: BaseException) -> ValueError:
     """Return the one-line error for an exception that transformers raised."""
-    said, model_type = " ".join(str(exc).split())[:300], read_model_config(folder).get("model_type")
+    found, model_type = " ".join(str(exc).split())[:300], read_model_config(folder).get("model_type")
     return Refused(
         f"model.path={folder}: model_type {model_type!r} cannot be loaded as a causal language model "
-        f"({type(exc).__name__}: {said}); give a decoder language model that this transformers knows, or a newer "
+        f"({type(exc).__name__}: {found}); give a decoder language model that this transformers knows, or a newer "
         "transformers, or model.trust_remote_code=true where the folder brings its code"
     )
 

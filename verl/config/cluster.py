@@ -135,7 +135,7 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
     Ray has started."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in ("compute", "recorder")]
-        at, asked, device = f"cluster.pools.{name}", config.model.device, pool.computes_on
+        at, wanted, device = f"cluster.pools.{name}", config.model.device, pool.computes_on
         known = device in ("cpu", "cuda", *DEVICES) or (device.isidentifier() and find_spec(f"torch_{device}"))
         if models and not known:
             key = "device" if pool.device else "resource"
@@ -143,9 +143,10 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
             yield f"{at}.{key}={device}: {models[0]} computes there, and torch has no device of this name; {fix}"
         elif models and device == "cuda" and not pool.gpus_per_rank:
             yield f"{at}.device=cuda: a rank holds no GPU there; give gpus_per_rank=1, or another device"
-        elif models and name == MAIN and asked != "auto" and asked != device:
+        elif models and name == MAIN and wanted != "auto" and wanted != device:
             held = f"resource={device}" if pool.resource else f"gpus_per_rank={pool.gpus_per_rank:g}"
-            yield f"{at}.{held}: {models[0]} would compute on {device}, and model.device={asked}; leave one of them out"
+            would = f"{models[0]} would compute on {device}"
+            yield f"{at}.{held}: {would}, and model.device={wanted}; leave one of them out"
 
 
 def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
@@ -163,16 +164,18 @@ def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -
         yield f"queue.engine={config.queue.engine} {why}: set queue.engine=ray"
     if backend_of(config, "sync").one_machine:
         fix = "set sync.engine=tcp"
-        yield from apart(config, pools, roles, "goes through the memory of one machine", fix)
+        yield from needs_one_machine(config, pools, roles, "goes through the memory of one machine", fix)
 
 
-def apart(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str], why: str, fix: str) -> Iterator[str]:
+def needs_one_machine(
+    config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str], why: str, fix: str
+) -> Iterator[str]:
     """Yield a fault if the sync engine reaches one machine only and replicas may be on others."""
-    at, home, far = roles["rollout"], roles["actor"], address_of(config.cluster.address)
+    at, home, address = roles["rollout"], roles["actor"], address_of(config.cluster.address)
     if at != home:
         yield (
-            f"cluster.roles.rollout={at}: sync.engine={config.sync.engine} {why}, and with cluster.address={far} that "
-            f"pool may be on another; {fix}, or let rollout live with the actor, in {home}"
+            f"cluster.roles.rollout={at}: sync.engine={config.sync.engine} {why}, and with cluster.address={address} "
+            f"that pool may be on another; {fix}, or let rollout live with the actor, in {home}"
         )
     elif config.rollout.replicas > (held := pools[home].ranks_per_node):
         yield (

@@ -30,8 +30,8 @@ def local_gpus() -> int:
 
 def colocated(config: Config) -> bool:
     """Return True if rollout and training use the same devices in turn."""
-    asked = config.pipeline.placement
-    return asked == "colocated" or (asked == "auto" and config.pipeline.staleness == 0)
+    wanted = config.pipeline.placement
+    return wanted == "colocated" or (wanted == "auto" and config.pipeline.staleness == 0)
 
 
 def on_cuda(config: Config) -> bool:

@@ -162,8 +162,8 @@ def _idle_agent(values: dict[str, Any], origins: dict[str, str], notes: list[Not
 def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:
     """Return the settings of a recipe. If the command line names another algorithm, leave out the recipe's algorithm.*
     keys, which were chosen for its own algorithm: GSPO with GRPO's aggregation, for example, is another objective."""
-    own, asked = ([s.value for s in layer if s.key == "algorithm.name"][-1:] for layer in (recipe, given))
-    if not own or not asked or own == asked:
+    own, wanted = ([s.value for s in layer if s.key == "algorithm.name"][-1:] for layer in (recipe, given))
+    if not own or not wanted or own == wanted:
         return recipe
     return [s for s in recipe if not s.key.startswith("algorithm.")]
 

@@ -258,8 +258,8 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
         files = sorted(folder / name for name in _indexed(index))
         missing = [f.name for f in files if not f.is_file()]
         if missing:
-            gone = f"{', '.join(missing)} is missing, which {index.name} names"
-            raise Refused(f"{folder}: {gone}; download the model again")
+            message = f"{', '.join(missing)} is missing, which {index.name} names"
+            raise Refused(f"{folder}: {message}; download the model again")
     else:
         whole = folder / "model.safetensors"  # some folders also hold the model under its maker's names
         files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))

@@ -112,13 +112,13 @@ def _draws(config: Config, traits: Traits, engine: str, command: str) -> Iterato
     """Yield a fault for sampling parameters with which the server returns no log-probs, so that every answer would
     fail."""
     r, e, run = config.rollout, config.eval, config.run
-    asked = {} if command == "eval" else {"rollout": (r.temperature, r.top_p, r.top_k, r.min_p)}
+    wanted = {} if command == "eval" else {"rollout": (r.temperature, r.top_p, r.top_k, r.min_p)}
     during = run.eval_before or run.eval_after or run.eval_every_steps > 0
     if config.data.eval_files and (command == "eval" or (command == "train" and during)):
-        asked["eval"] = (e.temperature, e.top_p, e.top_k, 0.0)
+        wanted["eval"] = (e.temperature, e.top_p, e.top_k, 0.0)
         if e.also_sampled:
-            asked.setdefault("rollout", (r.temperature, 1.0, 0, 0.0))
-    for of, (temperature, top_p, top_k, min_p) in asked.items():
+            wanted.setdefault("rollout", (r.temperature, 1.0, 0, 0.0))
+    for of, (temperature, top_p, top_k, min_p) in wanted.items():
         cut = temperature > 0 and (top_p < 1 or top_k > 0 or min_p > 0)
         prefix = f"{of}.temperature={temperature:g} top_p={top_p:g} top_k={top_k} min_p={min_p:g} with {engine}"
         if traits.raw_logprobs_only and (temperature not in (0.0, 1.0) or cut):

@@ -157,12 +157,12 @@ def _teacher(config: Config) -> Iterator[str]:
     yield from _together(config, columns)
     for path in t.folders().values():
         yield from _folder(config, columns, path)
-    asked = config.rollout.temperature if t.temperature is None else t.temperature
+    wanted = config.rollout.temperature if t.temperature is None else t.temperature
     for path in (split_key(path)[0] for path in t.roles().values() if is_url(path)):
         if "teacher_hidden" in columns:
             yield f"teacher.path={path}: a server gives no hidden states; set algorithm.name=gkd_topk or opd"
-        if asked != 1:
-            why = f"servers score at temperature 1, and {asked:g} is asked for"
+        if wanted != 1:
+            why = f"servers score at temperature 1, and {wanted:g} is asked for"
             yield f"teacher.path={path}: {why}; set teacher.temperature=1"
     if t.path == POLICY and t.hint_key is None and t.temperature is None and not t.ema:
         fix = "it says what the policy says; give teacher.hint_key=COLUMN, which it reads and the policy does not"

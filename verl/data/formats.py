@@ -140,12 +140,12 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
 
 def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: tuple[str, ...]) -> str:
     """Return the teacher of the row, by its column `teacher` or its data source; "" without a choice of teachers."""
-    asked = row.get("teacher") or source
-    if teachers and isinstance(asked, str) and (name := teacher_name(asked)) in teachers:
-        return asked if asked in teachers else name
+    wanted = row.get("teacher") or source
+    if teachers and isinstance(wanted, str) and (name := teacher_name(wanted)) in teachers:
+        return wanted if wanted in teachers else name
     if teachers:
-        fix = f"teacher.paths has {', '.join(teachers)}. Fix: name one in the column 'teacher', or add {asked!r} there"
-        raise Refused(f"{where}: the row's teacher is {asked!r}, and {fix}")
+        fix = f"teacher.paths has {', '.join(teachers)}. Fix: name one in the column 'teacher', or add {wanted!r} there"
+        raise Refused(f"{where}: the row's teacher is {wanted!r}, and {fix}")
     return ""
 
 
@@ -194,20 +194,20 @@ def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, p
     tools: this run would train another task than the row describes."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         raise Refused(f"{where}: a preference row ('chosen' and 'rejected'). Fix: {PREFERENCE}")
-    asked = row.get("agent_name") or players.default
-    agent = AGENT_NAMES.get(asked, asked)
+    wanted = row.get("agent_name") or players.default
+    agent = AGENT_NAMES.get(wanted, wanted)
     if agent not in players.names:
         known, fix = ", ".join(players.names), "name one of these, set agent.loop or agent.tools, or drop the column"
-        raise Refused(f"{where}: agent_name={asked!r}, and this run has {known}. Fix: {fix}")
+        raise Refused(f"{where}: agent_name={wanted!r}, and this run has {known}. Fix: {fix}")
     there = {tool["function"]["name"] for tool in players.tools} if agent == TOOL_AGENT else set()
     for key in ("tools_kwargs", "interaction_kwargs"):
         found = {**object_in(row.get(key), where, key), **object_in(extra_info.get(key), where, f"extra_info.{key}")}
         unplayed = {k for k, v in found.items() if v}  # Arrow adds the keys of other rows with null
         if agent not in (SINGLE_TURN, TOOL_AGENT):
             continue  # a user's own loop may read any key
-        if asked_for := sorted(unplayed - there if key == "tools_kwargs" else unplayed):
+        if requested := sorted(unplayed - there if key == "tools_kwargs" else unplayed):
             fix = "the row would be trained as a plain question. Fix: agent.tools, or drop the column if that is wanted"
-            raise Refused(f"{where}: {key!r} names {', '.join(asked_for)}, which {agent} does not play: {fix}")
+            raise Refused(f"{where}: {key!r} names {', '.join(requested)}, which {agent} does not play: {fix}")
     return agent
 
 

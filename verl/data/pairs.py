@@ -167,12 +167,12 @@ def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
         row = {**row, "chosen": row.get(named[0]), "rejected": row.get(named[1])}
     elif isinstance(row.get("completions"), list):
         row = {**row, **_best_and_worst(row["completions"], where)}
-    asked, judged = (any(row.get(k) is not None for k in keys) for keys in ((cfg.prompt_key,), ("chosen", "rejected")))
+    wanted, judged = (any(row.get(k) is not None for k in keys) for keys in ((cfg.prompt_key,), ("chosen", "rejected")))
     if isinstance(answers := row.get("output"), list) and not judged:
         if len(answers) != 2:
             raise Refused(f"{where}: 'output' has {len(answers)} answers; a pair is [better, worse]")
         row = {**row, "chosen": answers[0], "rejected": answers[1], "output": None}
-    if asked:
+    if wanted:
         refuse_history(row, where)
         return row, cfg.prompt_key
     if isinstance(answers, list) and judged:
@@ -253,11 +253,11 @@ def _refuse_blank(text: str, column: str) -> None:
 
 def _without_prompt(prompt: Any, *answers: Any) -> Sequence[Any]:
     """Return the answers without the text of their prompt if all of them begin with it; else unchanged."""
-    asked = prompt.strip() if isinstance(prompt, str) else ""
-    if len(asked) < LEAST_REPEATED_CHARS or HH_TEXT.match(str(prompt)):
+    wanted = prompt.strip() if isinstance(prompt, str) else ""
+    if len(wanted) < LEAST_REPEATED_CHARS or HH_TEXT.match(str(prompt)):
         return answers
-    repeated = all(isinstance(text, str) and text.lstrip().startswith(asked) for text in answers)
-    return [text.lstrip()[len(asked) :].lstrip() for text in answers] if repeated else answers
+    repeated = all(isinstance(text, str) and text.lstrip().startswith(wanted) for text in answers)
+    return [text.lstrip()[len(wanted) :].lstrip() for text in answers] if repeated else answers
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -266,9 +266,9 @@ class PromptJob(RenderJob):
                 counts.shortest_filtered_tokens = min(counts.shortest_filtered_tokens or longest, longest)
                 return []
             if self.cfg.truncation == "error" or len(context) > limit:  # a teacher's prompt is never cut
-                whose = "the prompt" if len(ids) == longest else f"the prompt with {key!r}"
+                owner = "the prompt" if len(ids) == longest else f"the prompt with {key!r}"
                 raise Refused(
-                    f"{raw.where}: {whose} has {longest} tokens, data.max_prompt_tokens is {limit}."
+                    f"{raw.where}: {owner} has {longest} tokens, data.max_prompt_tokens is {limit}."
                     " Fix: data.filter_overlong_prompts=true, data.truncation=left|right|middle, or a higher limit"
                 )
             counts.rows_truncated += 1

@@ -65,8 +65,8 @@ class Frame(Sequence[dict[str, Any]]):
         return Frame({**row, **(function(dict(row)) or {})} for row in self)
 
     def remove_columns(self, names: str | Sequence[str]) -> Frame:
-        gone = {names} if isinstance(names, str) else {*names}
-        return Frame({key: value for key, value in row.items() if key not in gone} for row in self)
+        missing = {names} if isinstance(names, str) else {*names}
+        return Frame({key: value for key, value in row.items() if key not in missing} for row in self)
 
 
 class RLHFDataset:
@@ -189,10 +189,10 @@ def _prompt_row(row: dict[str, Any], where: str, tokenizer: Any, options: Mappin
         kwargs = dict(options["apply_chat_template_kwargs"])
         rendered = rendered_ids(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **kwargs)).tolist()
         if ids != rendered and not len(ids) == options["max_prompt_length"] < len(rendered):
-            said = "and the messages are what is asked: give messages that render to these ids, or leave the ids out"
-            raise BadResult(f"{where} {name!r} are not the ids of its messages, {said}")
-    gone = {*ROW_IDS, *BESIDE_IDS} if any(name in row for name in ROW_IDS) else set()
-    return {name: value for name, value in row.items() if name not in gone} | {key: messages}
+            message = "and the messages are what is asked: give messages that render to these ids, or leave the ids out"
+            raise BadResult(f"{where} {name!r} are not the ids of its messages, {message}")
+    missing = {*ROW_IDS, *BESIDE_IDS} if any(name in row for name in ROW_IDS) else set()
+    return {name: value for name, value in row.items() if name not in missing} | {key: messages}
 
 
 def _ids_row(row: dict[str, Any], where: str) -> dict[str, Any]:
@@ -203,9 +203,9 @@ def _ids_row(row: dict[str, Any], where: str) -> dict[str, Any]:
         return row
     real = [m for m, attended in zip(mask, row.get("attention_mask") or [1] * len(mask)) if attended]
     if len(mask) == len(ids) and real and not real[-1] and any(real):
-        said = "it may mark the place before a trained token, as verl once did, or the token itself"
+        message = "it may mark the place before a trained token, as verl once did, or the token itself"
         fix = f"give 'labels' (-100 where nothing is trained), or {' or '.join(COMPLETION_KEYS)} beside a prompt"
-        raise BadResult(f"{where} 'loss_mask' is 0 at the last token: {said}; {fix}")
+        raise BadResult(f"{where} 'loss_mask' is 0 at the last token: {message}; {fix}")
     return row
 
 

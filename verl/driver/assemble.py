@@ -35,7 +35,7 @@ from verl.driver.checkpointer import Checkpointer
 from verl.driver.driver_host import driver_host
 from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.measure import pool_metrics
-from verl.driver.models import ModelContext, asked_ahead, hf_export, models_of, reward_model, trained, workers_of
+from verl.driver.models import ModelContext, early_models, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
 from verl.driver.queue_rows import QueueRows
 from verl.driver.record import build_recorder
@@ -122,7 +122,7 @@ async def _run_of(
     """Build the rest of the run, after the run directory is claimed. data: tokenizer, loops, training rows, evaluation
     tasks · refused: closes its entries if the start is refused."""
     config, (tokenizer, loops, tasks, eval_tasks) = resolved.config, data
-    warned = (f"warning: {said}" for said in plan.algorithm_warnings(config))
+    warned = (f"warning: {found}" for found in plan.algorithm_warnings(config))
     claimed = replace(claimed, setup_lines=(*loops.notes, *sandbox_of(config, [tasks[0], *eval_tasks[:1]])))
     progress.message("\n".join([f"data: {tasks.report.summary()}", *claimed.setup_lines, *warned]))
     waits, cursor = Waits(claimed.path / "waits.json"), _cursor(config, algorithm, len(tasks))
@@ -198,8 +198,8 @@ async def _started(
         rollout = Router(starts, restarts=restarts, at_urls=bool(at_urls), mixes=mixes, note=progress.message)
         replicas = rollout.replicas
     refused.push_async_callback(rollout.close)
-    asked = replicas[0].capabilities()
-    able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
+    wanted = replicas[0].capabilities()
+    able = await waits.wait(wanted, waiter="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
     check_able(able, config)
     for note in able.notes:
         progress.message(note)
@@ -248,11 +248,11 @@ def from_threads(report: Callable[[BaseException], None]) -> Callable[[BaseExcep
     """Return a function that calls `report` in the event loop of this call and may be called from any thread."""
     loop = asyncio.get_running_loop()
 
-    def tell(error: BaseException) -> None:
+    def reported(error: BaseException) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended
             loop.call_soon_threadsafe(report, error)
 
-    return tell
+    return reported
 
 
 def _placement(
@@ -312,7 +312,7 @@ def _groups(
     tokenizer: Any,
 ) -> RolloutManager:
     assert learner.algorithm is not None
-    ahead = asked_ahead(config, learner.algorithm, learner.models)
+    ahead = early_models(config, learner.algorithm, learner.models)
     learner.models |= ahead
     inform = feedback_of(tokenizer, config.model.template_kwargs, config.data.max_prompt_tokens)
     return RolloutManager(
@@ -396,8 +396,8 @@ def context_of(
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:
-    asked, tolerance = probes if config.sync.canary else (), config.sync.canary_tolerance
-    context = SyncContext(probes=asked, tolerance=tolerance, model=config.model.path)
+    wanted, tolerance = probes if config.sync.canary else (), config.sync.canary_tolerance
+    context = SyncContext(probes=wanted, tolerance=tolerance, model=config.model.path)
     return import_object(backend_of(config, "sync").build)(options_of(config, "sync"), context)
 
 

@@ -39,8 +39,8 @@ def fleet_of(
     def start_of(url: str, number: int) -> Start:
         """Return the function that connects to the server at `url`, or starts the server `number`. The checks are those
         at the start of a run; raise ValueError with the reason of a refusal."""
-        asked = replace(config, rollout=replace(config.rollout, url=url, replicas=1)) if url else config
-        for fault in rollout_faults(asked, "train"):
+        wanted = replace(config, rollout=replace(config.rollout, url=url, replicas=1)) if url else config
+        for fault in rollout_faults(wanted, "train"):
             raise Refused(fault)
         if not traits_of(config.rollout.engine).server:
             raise Refused(f"rollout.engine={config.rollout.engine}: its replicas are in this process; none joins")
@@ -48,14 +48,14 @@ def fleet_of(
             what = url or "another server"
             raise Refused(f"{what}: servers join a run whose engines are in its own process (cluster.backend=inproc)")
         which = 0 if url else number
-        given = (asked, tokenizer, context.devices["rollout"], which, context.peers)
+        given = (wanted, tokenizer, context.devices["rollout"], which, context.peers)
         return partial(context.cluster.replica, which, rollout_engine, given)
 
-    def tell(kind: str, data: Mapping[str, Any]) -> None:
+    def record(kind: str, data: Mapping[str, Any]) -> None:
         reporter.events.append(kind, groups.scheduler.next_step + 1, data)
 
     members = rollout if isinstance(rollout, Router) else None
-    return Fleet(run_dir, members, urls_of(config), publisher, start_of, tell)
+    return Fleet(run_dir, members, urls_of(config), publisher, start_of, record)
 
 
 def rollout_engine(

@@ -97,11 +97,12 @@ def check_graders(config: Config, first: Sequence[Task], reports: Sequence[RowCo
             except Refused as exc:
                 raise Refused(f"{where}: {exc}") from exc
             if not readable_truth(source, kind):
-                said = "no ground truth" if kind == NOTHING else f"a ground truth that is {kind}, not a text"
+                message = "no ground truth" if kind == NOTHING else f"a ground truth that is {kind}, not a text"
                 raise Refused(
-                    f"{where}: {said} ({count} such row{'s' if count > 1 else ''}), and the rule of {source!r} compares"
-                    " answers with it: none would be right. Fix: fill reward_model.ground_truth (or ground_truth,"
-                    " answer, label, ...) with the answer as text, or reward.path=FILE.py to score it otherwise"
+                    f"{where}: {message} ({count} such row{'s' if count > 1 else ''}), and the rule of {source!r}"
+                    " compares answers with it: none would be right. Fix: fill reward_model.ground_truth (or"
+                    " ground_truth, answer, label, ...) with the answer as text, or reward.path=FILE.py to score it"
+                    " otherwise"
                 )
 
 
@@ -124,7 +125,7 @@ async def _refuse_unearnable(pool: RewardPool, tasks: Sequence[Task]) -> None:
         answer = right_answer(task.data_source, task.ground_truth)
         if answer is None or task.data_source in earned:
             continue
-        best, least = [await pool.rehearsed(task, said) for said in (answer, "")]
+        best, least = [await pool.rehearsed(task, found) for found in (answer, "")]
         if best is None or least is None or best > least:
             earned.add(task.data_source)
         lowest.setdefault(task.data_source, (task, answer))

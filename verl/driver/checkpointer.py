@@ -51,23 +51,23 @@ class Cadence:
     clock: Callable[[], float] = time.monotonic
     """Seconds; only differences count."""
     _worked_from_s: float = field(init=False)
-    _asked_s: float = field(init=False)
+    _checked_s: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._worked_from_s = self._asked_s = self.clock()
+        self._worked_from_s = self._checked_s = self.clock()
 
     def due(self, number: int) -> bool:
         """Return whether to save after step `number`. By time it is due if a save after one more step of the same
         length would be too late."""
         now_s = self.clock()
-        step_s, worked_s, self._asked_s = now_s - self._asked_s, now_s - self._worked_from_s, now_s
+        step_s, worked_s, self._checked_s = now_s - self._checked_s, now_s - self._worked_from_s, now_s
         if self.every_steps is not None:
             return due(number, self.every_steps)
         return worked_s + step_s > SAVE_EVERY_S and self.save_s <= SAVE_SHARE * (worked_s + self.save_s)
 
     def saved(self, took_s: float) -> None:
         self.save_s, self._worked_from_s = took_s, self.clock()
-        self._asked_s = self._worked_from_s
+        self._checked_s = self._worked_from_s
 
 
 class Checkpointer:
@@ -164,7 +164,7 @@ class Checkpointer:
     def _writes_copies(self) -> bool:
         """Return whether a save runs while training continues: workers have processes of their own, or every rank is a
         driver."""
-        return self._learner.cluster.apart or self._learner.cluster.drivers is not None
+        return self._learner.cluster.own_processes or self._learner.cluster.drivers is not None
 
     async def _copy(self, step: int) -> None:
         self._copied = step
@@ -275,7 +275,7 @@ class Checkpointer:
             meta={"metric": best, "version": state.version},
         )
         what, longest_s = f"the checkpoint of step {state.step}", (2 * len(self._trained) + 2) * self._limit_s
-        await self._learner.waits.wait(write, who="driver", what=what, timeout_s=longest_s)
+        await self._learner.waits.wait(write, waiter="driver", what=what, timeout_s=longest_s)
 
     async def restore(self) -> DriverState | None:
         """Restore weights, optimizers and generators from the checkpoint. Return the rest of the state, which the

@@ -33,7 +33,7 @@ class Fleet:
 
     members: None if the run has one engine, in its own process · urls: the addresses of the servers, by their numbers
     (empty: the run starts them) · start_of: returns a function that connects to a URL or, without one, starts the
-    server of a number; raises ValueError if that is refused · tell: records an event of the run."""
+    server of a number; raises ValueError if that is refused · record: records an event of the run."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class Fleet:
         urls: Sequence[str],
         publisher: Publisher,
         start_of: Callable[[str, int], Any],
-        tell: Callable[[str, Mapping[str, Any]], None],
+        record: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
         self._folder, self._members, self._urls = run_dir / FOLDER, members, list(urls)
-        self._publisher, self._start_of, self._tell = publisher, start_of, tell
+        self._publisher, self._start_of, self._record = publisher, start_of, record
         self._alone = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
 
@@ -65,10 +65,10 @@ class Fleet:
                 raise Refused(f"{url}: it is a replica of this run already")
             number, what = len(states), f"the server {url or 'that is started'} to join"
             joining = self._members.join(self._start_of(url, number))
-            able = await self._publisher.waits.wait(joining, who="driver", what=what, timeout_s=START_TIMEOUT_S)
+            able = await self._publisher.waits.wait(joining, waiter="driver", what=what, timeout_s=START_TIMEOUT_S)
             self._publisher.join(able)
             self._urls += [url] if url else []
-            self._tell("joined", {"replica": number, "url": url or None})
+            self._record("joined", {"replica": number, "url": url or None})
             return number
 
     async def remove(self, number: int) -> None:
@@ -78,7 +78,7 @@ class Fleet:
             if self._members is None:
                 raise Refused(f"replica {number} is the only one of this run")
             self._members.leave(number)
-            self._tell("left", {"replica": number})
+            self._record("left", {"replica": number})
 
     def lines(self) -> list[str]:
         """Return a line for each replica."""
@@ -109,11 +109,11 @@ class Fleet:
 
     async def _answer(self, text: str) -> dict[str, Any]:
         try:
-            asked = json.loads(text)
-            if asked["verb"] == "add":
-                await self.add(str(asked["what"]))
-            elif asked["verb"] == "remove":
-                await self.remove(int(asked["what"]))
+            wanted = json.loads(text)
+            if wanted["verb"] == "add":
+                await self.add(str(wanted["what"]))
+            elif wanted["verb"] == "remove":
+                await self.remove(int(wanted["what"]))
             return {"lines": self.lines()}
         except (ValueError, KeyError, TypeError, RuntimeError, TimeoutError) as e:  # the run does not fail
             return {"error": str(e) or type(e).__name__}

@@ -122,7 +122,7 @@ async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray
             async with slots:  # the deadline is that of one answer
                 drawn = replace(sampling, seed=seed)
                 request = GenerateRequest(f"{name}/{k}", prompts[prompt], drawn, prefix_key=name)
-                asked = rollout.generate(request)
-                return await waits.wait(asked, who="generate", what="an answer", timeout_s=timeout_s)
+                wanted = rollout.generate(request)
+                return await waits.wait(wanted, waiter="generate", what="an answer", timeout_s=timeout_s)
 
         return await asyncio.gather(*(answer(i, k) for i in range(len(prompts)) for k in range(n)))

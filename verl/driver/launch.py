@@ -138,7 +138,7 @@ async def _deaths_first(cluster: Cluster) -> AsyncIterator[None]:
     try:
         yield
     except Exception as error:
-        if cluster.apart and not isinstance(cause := first_cause(error), Stopped | ReplicaLost):
+        if cluster.own_processes and not isinstance(cause := first_cause(error), Stopped | ReplicaLost):
             death_seen: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
             cluster.watch(from_threads(lambda death: None if death_seen.done() else death_seen.set_result(death)))
             await asyncio.wait({death_seen}, timeout=FENCE_S)

@@ -90,7 +90,7 @@ class LoraPublisher:
 
     async def _wait(self, job: Awaitable[Any], what: str) -> None:
         """Await a job. Raise DeadlineExpired, which names it, after `timeout_s`."""
-        await self.waits.wait(job, who="the publisher of LoRA sets", what=lambda: what, timeout_s=self.timeout_s)
+        await self.waits.wait(job, waiter="the publisher of LoRA sets", what=lambda: what, timeout_s=self.timeout_s)
 
     def _publish(self, opened: OpenSet, replicas: Sequence[RolloutEngine]) -> asyncio.Future[SyncReport]:
         opened.version += 1

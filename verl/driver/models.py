@@ -73,10 +73,10 @@ def workers_of(
 ) -> ModelWorkers:
     """Start the worker group of one model. died: called with the error if the group dies; then the run continues
     without it."""
-    layout = None if spec.apart else context.cluster.layout
+    layout = None if spec.behind_server else context.cluster.layout
     size = layout.world_size if layout else 1
     group = context.cluster.start(spec.name, build_roles, (spec,), world_size=size, died=died)
-    place = spec.name if spec.apart else context.cluster.place(spec.name)  # a server uses no device of the run
+    place = spec.name if spec.behind_server else context.cluster.place(spec.name)  # a server uses no device of the run
     return ModelWorkers(group, layout=layout, view=view, place=place)
 
 
@@ -197,7 +197,7 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
         # a server that hangs must fail before the driver's deadline; a step may wait for two calls
         budget_s = config.run.wait_timeout_s / (3 if asks_ahead(config) else 2)
         served = ServedAt(url=url, key=secret, longest=longest, vocab=vocab, texts=texts, top=top, budget_s=budget_s)
-        return replace(spec, engine="verl.model_engine.served:build", options=served, apart=True)
+        return replace(spec, engine="verl.model_engine.served:build", options=served, behind_server=True)
     if adapter is not None:
         context.say(f"{key}={path}: an adapter, of the model in {base}")
     words = base if adapter is not None and not has_tokenizer(adapter) else path
@@ -269,16 +269,16 @@ def asks_ahead(config: Config) -> bool:
     return config.pipeline.staleness > 0 and not config.run.deterministic
 
 
-def asked_ahead(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, EarlyOutputs]:
+def early_models(config: Config, algorithm: Algorithm, models: Mapping[str, ModelWorkers]) -> dict[str, EarlyOutputs]:
     """Return the frozen models that compute a group's rows as soon as the group is complete: those that share their
     devices with no other model."""
     made: dict[str, EarlyOutputs] = {}
-    asked = (
+    wanted = (
         algorithm.outputs_by_role(config.step.updates_per_step * config.step.epochs_per_step)
         if asks_ahead(config)
         else {}
     )
-    for role, outputs in asked.items():
+    for role, outputs in wanted.items():
         others = frozenset[str]().union(*(m.places for name, m in models.items() if name != role))
         if models[role].places.isdisjoint(others) and not models[role].trains:
             made[role] = EarlyOutputs(models[role], outputs, config.step.prompts_per_step, config.run.wait_timeout_s)

@@ -46,7 +46,7 @@ class Publisher:
     """Publishes LoRA sets on top of the weights."""
     version: int = field(default=0, init=False)
     """The number of publishes so far."""
-    _asked: int = field(default=0, init=False)
+    _requested: int = field(default=0, init=False)
     """The number of replicas that got the latest publish."""
     _modes: list[PauseMode] = field(default_factory=list, init=False)
     """For each replica that gets weights: running requests wait during a publish, or continue."""
@@ -66,7 +66,7 @@ class Publisher:
                 can.append(await replica.capabilities())
 
         await self.waits.wait(
-            ask(), who="driver", what=lambda: f"rollout replica {len(can)} to start", timeout_s=START_TIMEOUT_S
+            ask(), waiter="driver", what=lambda: f"rollout replica {len(can)} to start", timeout_s=START_TIMEOUT_S
         )
         for able in can:
             self.join(able)
@@ -88,7 +88,7 @@ class Publisher:
         assert self._under_way is None, "a publish is under way"
         version = self.version + 1
         pending = self._enqueue(version)
-        sets = self.lora.follow(pending, self.replicas[: self._asked])
+        sets = self.lora.follow(pending, self.replicas[: self._requested])
         self._under_way = asyncio.ensure_future(self._commit(pending, version, committed, sets))
 
         def note(task: asyncio.Task[None]) -> None:
@@ -122,7 +122,7 @@ class Publisher:
         """Wait for the publish under way, or the change of a set. Several callers may wait."""
         while (task := self._under_way) is not None:
             try:
-                await self.waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self.timeout_s)
+                await self.waits.wait(task, waiter="driver", what="the publish under way", timeout_s=3 * self.timeout_s)
             finally:
                 if self._under_way is task:
                     self._under_way = None
@@ -138,10 +138,10 @@ class Publisher:
         return found
 
     def _enqueue(self, version: int) -> asyncio.Future[SyncReport]:
-        self._asked = len(self._modes)
+        self._requested = len(self._modes)
         return self.engine.publish(
             self.trainer,
-            self.replicas[: self._asked],
+            self.replicas[: self._requested],
             version=version,
             exclusive=self.exclusive,
             on_inflight=tuple(self._modes),
@@ -150,7 +150,7 @@ class Publisher:
 
     async def _awaited(self, pending: asyncio.Future[SyncReport], version: int) -> SyncReport:
         what = f"the publish of version {version}"
-        return await self.waits.wait(pending, who="driver", what=what, timeout_s=2 * self.timeout_s)
+        return await self.waits.wait(pending, waiter="driver", what=what, timeout_s=2 * self.timeout_s)
 
     async def _commit(
         self,
@@ -176,7 +176,7 @@ class Publisher:
         for text in report.alarms:
             self.note(f"warning: weight sync: {text}")
         self._metrics = {
-            "sync/replicas": Metric(self._asked - len(report.failed_replicas), 1, "step", "last"),
+            "sync/replicas": Metric(self._requested - len(report.failed_replicas), 1, "step", "last"),
             "sync/version": Metric(report.version, 1, "step", "last"),
             "sync/canary_mean_abs": Metric(report.canary_mean_abs, 1, "step", "max"),
             "sync/bytes": Metric(report.num_bytes, 1, "step", "last"),

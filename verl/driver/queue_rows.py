@@ -66,7 +66,7 @@ class QueueRows:
         async def drop() -> None:
             for answer in map(asyncio.wrap_future, calls):
                 what = "a model to let go of rows that are dropped"
-                await self.waits.wait(answer, who=owner, what=what, timeout_s=timeout_s)
+                await self.waits.wait(answer, waiter=owner, what=what, timeout_s=timeout_s)
             self.drop(refs)
             del self._dropping[owner]
 

@@ -58,8 +58,8 @@ def replay(args: Sequence[str], number: int) -> int:
 def _recorded(args: Sequence[str]) -> Path:
     """Return the directory of the run named on the command line."""
     if any(a.partition("=")[0] in ("recipe", "model.path") for a in args):
-        asked = load_config(args).config
-        run_dir = Path(asked.run.root_dir) / asked.run.name
+        wanted = load_config(args).config
+        run_dir = Path(wanted.run.root_dir) / wanted.run.name
     else:
         given = dict(a.partition("=")[::2] for a in args)
         run_dir = Path(given.get("run.root_dir", "runs")) / given.get("run.name", "run")

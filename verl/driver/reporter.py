@@ -88,7 +88,7 @@ class Reporter:
             await asyncio.wait_for(self._record_now.wait(), RECORD_AFTER_S)
         await self.waits.wait(
             asyncio.to_thread(self.events.flush),
-            who="driver",
+            waiter="driver",
             what="the events to be written",
             timeout_s=self.config.run.wait_timeout_s,
         )
@@ -97,13 +97,13 @@ class Reporter:
 
     async def _done(self, future: Future[list[list[str]]], what: str) -> None:
         """Wait for a call of the recorder and print the lines that it returns."""
-        said = await self.waits.wait(
-            asyncio.wrap_future(future), who="driver", what=what, timeout_s=self.config.run.wait_timeout_s
+        found = await self.waits.wait(
+            asyncio.wrap_future(future), waiter="driver", what=what, timeout_s=self.config.run.wait_timeout_s
         )
-        self._say(said)
+        self._print(found)
 
-    def _say(self, said: Sequence[Sequence[str]]) -> None:
-        for lines in said:
+    def _print(self, tables: Sequence[Sequence[str]]) -> None:
+        for lines in tables:
             for line in lines:
                 self.progress.message(line)
 
@@ -185,7 +185,7 @@ class Reporter:
             last = asyncio.wrap_future(self.recorder.submit(SampleRecorder.finish, [()]))
             done, _ = await asyncio.wait({last}, timeout=10)
             if done and not last.cancelled() and last.exception() is None:
-                self._say(last.result())
+                self._print(last.result())
             self.recorder.close(1.0)
 
     def close(self) -> None:

@@ -60,7 +60,7 @@ class Learner:
     async def done(self, future: Future[T], what: str) -> T:
         """Return the result of a call that was enqueued, within the run's deadline."""
         return await self.waits.wait(
-            asyncio.wrap_future(future), who="driver", what=what, timeout_s=self.config.run.wait_timeout_s
+            asyncio.wrap_future(future), waiter="driver", what=what, timeout_s=self.config.run.wait_timeout_s
         )
 
     def why_together(self) -> str:

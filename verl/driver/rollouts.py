@@ -179,7 +179,7 @@ class RolloutManager:
                 raise RunEnded(str(got))
             await self.waits.wait(
                 self._changed.wait(),
-                who=f"step {step + 1}",
+                waiter=f"step {step + 1}",
                 what=lambda: self.scheduler.why_waiting(time.monotonic()),
                 timeout_s=self._wait_s,
                 moved_s=lambda: self.trajectories.moved_s,
@@ -208,7 +208,7 @@ class RolloutManager:
         while self._running:
             await self.waits.wait(
                 asyncio.wait(list(self._running.values()), return_when=asyncio.ALL_COMPLETED),
-                who="driver",
+                waiter="driver",
                 what=lambda: f"{len(self._running)} groups to end before training",
                 timeout_s=self._wait_s,
                 moved_s=lambda: self.trajectories.moved_s,

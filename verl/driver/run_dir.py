@@ -142,23 +142,23 @@ def is_mine(run_dir: Path) -> bool:
 
 
 def _resume_path(config: Config, run_dir: Path) -> tuple[Path | None, list[str]]:
-    asked = config.run.resume
-    if asked == "never":
+    wanted = config.run.resume
+    if wanted == "never":
         if CheckpointStore(run_dir / "checkpoints", read_only=True).steps() or (run_dir / "metrics.jsonl").exists():
             raise Refused(f"run.resume=never, but {run_dir} holds an earlier run; choose another run.name or remove it")
         return None, []
-    if asked == "auto":
+    if wanted == "auto":
         return find_latest(run_dir)
-    path = Path(asked)
+    path = Path(wanted)
     if not (path / "manifest.json").is_file():
-        raise Refused(f"run.resume={asked}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder")
+        raise Refused(f"run.resume={wanted}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder")
     own, notes = find_latest(run_dir)
     if own is None or own.resolve() == path.resolve():
         return path, notes
     if read_state(own).parent == str(path.resolve()):  # the fork was interrupted: it continues
         return own, notes
     if path.resolve().parent != (run_dir / "checkpoints").resolve():
-        raise Refused(f"run.resume={asked}: {run_dir} holds a run of its own; a fork needs another run.name")
+        raise Refused(f"run.resume={wanted}: {run_dir} holds a run of its own; a fork needs another run.name")
     return path, notes
 
 
@@ -188,8 +188,8 @@ def _as_itself(
 ) -> tuple[str, dict[str, list[str]]]:
     """Return the parent and the changed keys. Raise ValueError if `auto` would continue another run."""
     others, changed = compare(state.identity, now)
-    asked = Path(config.run.resume)
-    if config.run.resume != "auto" and checkpoint.resolve() == asked.resolve():
+    wanted = Path(config.run.resume)
+    if config.run.resume != "auto" and checkpoint.resolve() == wanted.resolve():
         for line in others:
             key, _, values = line.partition(": ")
             changed[key] = values.split(" -> ", 1)

@@ -176,8 +176,8 @@ def _selected_times(trained: Refs, rows: Refs) -> Refs:
 def _mark_invalid(failed: set[str], refs: Refs) -> Refs:
     """Return the refs with the trajectories of these samples marked Invalid, so that they are in no advantage,
     statistic or loss."""
-    gone = {r.trajectory_id for r in refs if r.sample_id in failed}
-    return Refs(replace(r, outcome="invalid") if r.trajectory_id in gone else r for r in refs)
+    missing = {r.trajectory_id for r in refs if r.sample_id in failed}
+    return Refs(replace(r, outcome="invalid") if r.trajectory_id in missing else r for r in refs)
 
 
 async def _experience(
@@ -187,11 +187,11 @@ async def _experience(
     place. Return the columns that were written, and the samples without an output of a role that may fail."""
     needs, by_role, failed = algorithm.needs(updates), algorithm.outputs_by_role(updates), set[str]()
     may_fail = {need.role for need in needs if need.may_fail}
-    asked: dict[str, Future[frozenset[str]]] = {}
+    wanted: dict[str, Future[frozenset[str]]] = {}
 
     async def answered(role: str) -> None:
         with step.clock(_PHASES.get(role, role)):
-            broken = await learner.done(asked.pop(role), f"{role}.infer")
+            broken = await learner.done(wanted.pop(role), f"{role}.infer")
             if "old_logprobs" in by_role[role].values():
                 step.log(await _mismatch(learner, rows, "old_logprobs"))
         if role in may_fail:
@@ -200,11 +200,11 @@ async def _experience(
 
     for role, outputs in by_role.items():
         assert role in learner.models, f"{algorithm.name} needs {sorted(outputs.values())}: assembled with a {role}"
-        for other in [o for o in asked if learner.models[o].places & learner.models[role].places]:
+        for other in [o for o in wanted if learner.models[o].places & learner.models[role].places]:
             await answered(other)
         with step.clock(_PHASES.get(role, role)):
-            asked[role] = learner.models[role].infer(rows, outputs)
-    for role in [*asked]:
+            wanted[role] = learner.models[role].infer(rows, outputs)
+    for role in [*wanted]:
         await answered(role)
     return [need.column for need in needs], failed
 
@@ -220,8 +220,8 @@ async def _log_failed(learner: Learner, step: Step, role: str, rows: Refs, broke
     step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
     most = learner.config.pipeline.max_invalid_share
     if len(broken) > min(most * len(rows), len(rows) - 1):  # with none left, a step would be momentum alone
-        said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
-        raise Refused(f"{said}; pipeline.max_invalid_share={most:g} of a step may have none, never all of it")
+        message = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
+        raise Refused(f"{message}; pipeline.max_invalid_share={most:g} of a step may have none, never all of it")
 
 
 async def _mismatch(learner: Learner, rows: Refs, column: str) -> Metrics:

@@ -135,12 +135,12 @@ class TrajectoryRunner:
         error = ""
         try:
             loop = self.loop(manager, task)
-            run, who, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
+            run, waiter, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
             if loop.ends_when_cancelled:
-                with Limit(self.waits, who, what, self.timeout_s):
+                with Limit(self.waits, waiter, what, self.timeout_s):
                     returned = await run
             else:
-                returned = await self.waits.wait(run, who=who, what=what, timeout_s=self.timeout_s)
+                returned = await self.waits.wait(run, waiter=waiter, what=what, timeout_s=self.timeout_s)
             made, output = check_output(returned, manager, sampling.max_tokens), outputs_of(returned)[-1]
             turns = int(output.num_turns) or max(1, len(manager.record))
             if made.discarded or manager.counts:
@@ -218,8 +218,8 @@ class TrajectoryRunner:
         )
         try:
             limit_s = self.reward_timeout_s
-            who, what = f"trajectory {name}", "its reward"
-            with Limit(self.waits, who, what, limit_s, lambda: self.moved_s):
+            sender, what = f"trajectory {name}", "its reward"
+            with Limit(self.waits, sender, what, limit_s, lambda: self.moved_s):
                 found = await self.reward.score(request)
         except DeadlineExpired:
             return Invalid("timeout", f"no reward in {limit_s:g} s")

@@ -51,11 +51,11 @@ def _shared(what: str, path: str, layout: Layout) -> list[str]:
     config = read_model_config(Path(facts.folder))
     text, planned = text_config(config), "auto_map" in config
     sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
-    asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+    wanted = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
     kind, both = str(text.get("model_type")), layout.tensor * layout.sequence
     alone = "(parameters are sharded over the data ranks then)"
     if layout.tensor > 1 and not (planned or kind in TENSOR_PLANS):
-        return [f"{asked}: {what} is a {kind}, which cannot be cut over ranks here; use parallel.tensor=1 {alone}"]
+        return [f"{wanted}: {what} is a {kind}, which cannot be cut over ranks here; use parallel.tensor=1 {alone}"]
     if layout.pipeline > 1 and not (planned or kind in PIPELINE_PLANS):
         fix = f"use parallel.pipeline=1 {alone}"
         return [f"parallel.pipeline={layout.pipeline}: {what} is a {kind}, which cannot be cut into stages here; {fix}"]
@@ -71,7 +71,7 @@ def _shared(what: str, path: str, layout: Layout) -> list[str]:
     for name, number in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
         if number % both:
             fix = f"use {math.gcd(number, both)} in all"
-            return [f"{asked}: {what} has {number} {name}, which {both} ranks cannot share equally; {fix}"]
+            return [f"{wanted}: {what} has {number} {name}, which {both} ranks cannot share equally; {fix}"]
     cut = {"a vocabulary": facts.vocab, "an MLP": text.get("intermediate_size") or 0}
     cut["a shared expert"] = text.get("shared_expert_intermediate_size") or 0
     odd = [f"{name} of {number}" for name, number in cut.items() if number % layout.tensor]

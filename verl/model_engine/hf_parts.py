@@ -246,9 +246,9 @@ def _faults(model: Any, found: set[str], unexpected: set[str]) -> tuple[set[str]
         if owner in found or alias in found:
             found |= {alias, owner}
     missing = {*model.state_dict()} - found
-    said = LoadStateDictInfo({*missing}, {*unexpected}, set(), [], {}, set())
-    model._adjust_missing_and_unexpected_keys(said)
-    return said.missing_keys, said.unexpected_keys, said.missing_keys != missing
+    values = LoadStateDictInfo({*missing}, {*unexpected}, set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(values)
+    return values.missing_keys, values.unexpected_keys, values.missing_keys != missing
 
 
 def _make_buffers(model: Any) -> None:

@@ -88,7 +88,9 @@ def make_optimizer(
     parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for (kind, role, decayed), params in groups.items():
         group = {"params": params, "weight_decay": spec.weight_decay if decayed else 0.0}
-        parts[kind].append(group | {"lr": spec.lr, "lr_scale": rates.get(role, spec.lr) / spec.lr, **_common(spec)})
+        parts[kind].append(
+            group | {"lr": spec.lr, "lr_scale": rates[role] / spec.lr if role in rates else 1.0, **_common(spec)}
+        )
     return Optimizer([_part(kind, split(one), spec, named, config) for kind, one in parts.items()])
 
 

@@ -56,5 +56,5 @@ class Options:
 def cannot(layout: Layout) -> Iterator[str]:
     """Yield a line for each property of a layout that the sharded engine does not support."""
     if layout.shard % layout.expert:
-        said = f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"
-        yield f"{said}: {use(layout.shard)}"
+        message = f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"
+        yield f"{message}: {use(layout.shard)}"

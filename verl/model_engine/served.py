@@ -121,11 +121,11 @@ class ServedModel:
         until_s = time.monotonic() + self._options.budget_s
         wanted = [r for r, wants in enumerate(taught.tolist()) if wants] if self._is_unchanged(until_s) else []
         jobs = [partial(self._row, rows[r], until_s, self._era) for r in wanted]
-        asked = dict(zip(wanted, run_in_threads(jobs, self._options.parallel, until_s), strict=True))
+        requested = dict(zip(wanted, run_in_threads(jobs, self._options.parallel, until_s), strict=True))
         out = {"logprobs": torch.where(taught[batch.row_of], torch.nan, -math.log(self._k + 1))}
         out["topk_ids"] = torch.arange(self._k).repeat(n, 1)  # distinct ids, also in rows without an answer
         out["topk_logprobs"] = out["logprobs"][:, None].repeat(1, self._k + 1)
-        for r, answer in ((r, found.result()) for r, found in asked.items() if found.done()):
+        for r, answer in ((r, found.result()) for r, found in requested.items() if found.done()):
             span = slice(int(flat.row_start[r]), int(flat.row_start[r + 1]))
             at = flat.target_from[span] - int(flat.seg_start[r])  # the row before a token predicts it
             for name, values in answer.items():
@@ -142,8 +142,8 @@ class ServedModel:
                 fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
                 raise Refused(f"{self._url} reads {room} tokens, rows have {self._options.longest} and one more: {fix}")
             for text, ours in self._options.texts:
-                if said := self._tokenizer_differs(text, ours):
-                    raise Refused(f"{self._url}: {said}; take a teacher with the policy's tokenizer")
+                if found := self._tokenizer_differs(text, ours):
+                    raise Refused(f"{self._url}: {found}; take a teacher with the policy's tokenizer")
             ids = self._probe_ids()
             whole = self._score_by_any_form(ids)
             part, self._first = self.score(ids[: len(ids) // 2]), whole["logprobs"]
@@ -153,8 +153,8 @@ class ServedModel:
             raise Refused(f"{self._url} cannot be a teacher: {type(e).__name__}: {e}; {fix}{more}") from e
         gap = float((whole["logprobs"][: len(part["logprobs"])] - part["logprobs"]).abs().max())
         if not gap <= TOLERANCE:
-            said = f"its log-probs of the same tokens differ by {gap:.3g} with what comes behind them"
-            raise Refused(f"{self._url}: {said}: they are of another context, or of no fixed model")
+            found = f"its log-probs of the same tokens differ by {gap:.3g} with what comes behind them"
+            raise Refused(f"{self._url}: {found}: they are of another context, or of no fixed model")
 
     def _score_by_any_form(self, ids: np.ndarray) -> dict[str, Tensor]:
         """Score the ids with the first request form that the server understands, and keep that form for all later
@@ -180,8 +180,8 @@ class ServedModel:
 
     def _tokenizer_differs(self, text: str, ours: Sequence[int], until_s: float = math.inf) -> str:
         """Return how the server's tokenizer splits this text if it differs from ours, else ""."""
-        asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
-        theirs = self._request("/tokenize", asked, until_s)["tokens"]
+        wanted = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        theirs = self._request("/tokenize", wanted, until_s)["tokens"]
         return "" if theirs == list(ours) else f"its tokenizer reads {text!r} as {theirs}, the policy's as {list(ours)}"
 
     def _is_unchanged(self, until_s: float) -> bool:
@@ -191,32 +191,32 @@ class ServedModel:
         self._calls += 1
         if self._calls % PROBE_EVERY:
             return True
-        (asked,) = run_in_threads([partial(self._model_differs, until_s)], 1, until_s)
-        said = asked.result() if asked.done() else None
-        if said is None:
+        (wanted,) = run_in_threads([partial(self._model_differs, until_s)], 1, until_s)
+        found = wanted.result() if wanted.done() else None
+        if found is None:
             return True
         with self._lock:
             self._era += 1  # answers to running requests are not cached
-            for key in self._unproved & self._kept.keys() if said else ():
+            for key in self._unproved & self._kept.keys() if found else ():
                 self._kept_bytes -= _bytes(self._kept.pop(key))
             self._unproved.clear()
         calls, self._good_since = self._calls - self._good_since, self._calls
-        if said:
+        if found:
             fear = f"; in {calls} calls before this one it may have been so: what steps took of them was trained on"
             more = "no sample of this step is taught" + (fear if calls else "")
-            logger.warning("teacher %s is another one than at the start: %s; %s", self._url, said, more)
+            logger.warning("teacher %s is another one than at the start: %s; %s", self._url, found, more)
             self._calls -= 1
-        return not said
+        return not found
 
     def _model_differs(self, until_s: float) -> str | None:
         """Return how the server differs from the one at the start, "" if it does not, None if it does not answer."""
         try:
-            said = self._tokenizer_differs(*self._options.texts[0], until_s)
+            found = self._tokenizer_differs(*self._options.texts[0], until_s)
             now = self.score(self._probe_ids(), until_s)["logprobs"]
         except (Unanswered, KeyError, TypeError):
             return None
         gap = float((now - self._first).abs().median())
-        return said or ("" if gap <= TOLERANCE else f"its log-probs of the same tokens differ by {gap:.3g}")
+        return found or ("" if gap <= TOLERANCE else f"its log-probs of the same tokens differ by {gap:.3g}")
 
     def score(self, ids: np.ndarray, until_s: float = math.inf) -> dict[str, Tensor]:
         """Score ids [t]. Returns logprobs [t-1] of ids[1:], and the likeliest ids there (`Computes.infer`). until_s:
@@ -245,7 +245,7 @@ class ServedModel:
     def _row(self, ids: np.ndarray, until_s: float, era: int) -> dict[str, Tensor]:
         """Return a row from the cache, else from the server. A row that fails is empty and stays NaN; the first failure
         is logged. era: the counter of trusted periods at the request."""
-        key, said = hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), ""
+        key, result = hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), ""
         with self._lock:
             known = self._kept.get(key)
             self._rows, self._hits = self._rows + 1, self._hits + (known is not None)
@@ -256,7 +256,7 @@ class ServedModel:
             try:
                 found = self.score(ids, until_s)
             except Unanswered as e:
-                said = said or str(e)
+                result = result or str(e)
                 time.sleep(RETRY_AFTER_S if left else 0)
             else:
                 if all(bool(values.isfinite().all()) for values in found.values()):  # others are not cached
@@ -264,7 +264,7 @@ class ServedModel:
                 return found
         if not self._warned.is_set():
             self._warned.set()
-            logger.warning("teacher %s: %s; its samples are Invalid while it lasts", self._url, said)
+            logger.warning("teacher %s: %s; its samples are Invalid while it lasts", self._url, result)
         return {}
 
     def _keep(self, key: bytes, found: dict[str, Tensor], era: int) -> None:
@@ -287,9 +287,9 @@ class ServedModel:
         head = {"Content-Type": "application/json"}
         if self._options.key:
             head["Authorization"] = f"Bearer {self._options.key}"
-        asked = urllib.request.Request(self._url + path, data, head)
+        wanted = urllib.request.Request(self._url + path, data, head)
         try:
-            with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
+            with urllib.request.urlopen(wanted, timeout=timeout_s) as answer:
                 return json.loads(_read(answer, time.monotonic() + timeout_s))
         except urllib.error.HTTPError as e:
             raise Unanswered(f"{path}: HTTP {e.code}: {_why(e)}", e.code) from e
@@ -322,13 +322,13 @@ def _bytes(found: Mapping[str, Tensor]) -> int:
 def echo_as_prompt_logprobs(answer: Any, ids: np.ndarray) -> list[Any]:
     """Return the prompt of an echo in the form of vLLM's prompt_logprobs. It must be as long as the ids that were sent
     (nothing is added before it), followed by the one sampled token."""
-    told = list((answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or ())
+    found = list((answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or ())
     read = (answer.get("usage") or {}).get("prompt_tokens", len(ids))
-    if read != len(ids) or len(told) not in (len(ids), len(ids) + 1):
+    if read != len(ids) or len(found) not in (len(ids), len(ids) + 1):
         raise Unanswered(
-            f"an echo of {len(told)} log-probs and a prompt of {read} tokens, where {len(ids)} were sent", 200
+            f"an echo of {len(found)} log-probs and a prompt of {read} tokens, where {len(ids)} were sent", 200
         )
-    return [None, *({str(i): {"logprob": of}} for i, of in zip(ids[1:].tolist(), told[1:]))]
+    return [None, *({str(i): {"logprob": of}} for i, of in zip(ids[1:].tolist(), found[1:]))]
 
 
 def read_prompt_logprobs(found: Any, ids: np.ndarray, k: int, vocab: int) -> dict[str, Tensor]:

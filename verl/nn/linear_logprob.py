@@ -237,7 +237,7 @@ def linear_logprob(
     It cannot be combined with `ids`."""
     assert vocabulary is None or ids is None, "named ids are read from a whole head"
     hidden = hidden if vocabulary is None else vocabulary.enter(hidden)
-    asked = (temperature, cap, entropy, sum_pi_squared, vocabulary, ids)
+    wanted = (temperature, cap, entropy, sum_pi_squared, vocabulary, ids)
     found: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-    found = _LinearLogprob.apply(hidden, weight, bias, targets, *asked)
+    found = _LinearLogprob.apply(hidden, weight, bias, targets, *wanted)
     return found

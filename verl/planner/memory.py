@@ -184,13 +184,13 @@ def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
     elif items["KV cache"] <= KEPT_KV_BYTES and not on_cuda(config):
         flying = ("KV cache",)
     own = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "teacher")
-    gone = {"reference policy", "teacher"} if offloaded(config, trained=False) else set[str]()
-    gone |= {"rollout weights"} if drops_rollout_weights(config) else set()
+    away = {"reference policy", "teacher"} if offloaded(config, trained=False) else set[str]()
+    away |= {"rollout weights"} if drops_rollout_weights(config) else set()
     parts = {"weights": "master weights", "optimizer": "optimizer states"}
-    gone |= {parts[part] for part in offloaded(config, trained=True)}
+    away |= {parts[part] for part in offloaded(config, trained=True)}
 
     def held(*awake: str) -> tuple[str, ...]:
-        here = (item for item in (*own, "rollout weights") if item in awake or item not in gone)
+        here = (item for item in (*own, "rollout weights") if item in awake or item not in away)
         return (*here, "teacher's head", "buckets of weights")
 
     at_head = ("log-prob chunk", "head's compute copy")
@@ -271,10 +271,10 @@ def _stage_memory(
     def held(*awake: str) -> list[str]:
         """Return the items that the roles hold. awake: the role that is computing, with its whole state while it is
         updated."""
-        return [item for item in every if item in awake or item not in gone]
+        return [item for item in every if item in awake or item not in away]
 
-    gone = {f"{role} {PARTS[part]}" for role in roles for part in offloaded(config, trained=role in TRAINED)}
-    gone |= {"rollout weights"} if drops_rollout_weights(config) else set()
+    away = {f"{role} {PARTS[part]}" for role in roles for part in offloaded(config, trained=role in TRAINED)}
+    away |= {"rollout weights"} if drops_rollout_weights(config) else set()
     kept = ["KV cache", "prefix cache"] if config.pipeline.placement == "split" or config.pipeline.staleness else []
     phases = {"rollout": [*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"]} if replicas else {}
     for role in _inferring(config, roles):

@@ -104,7 +104,7 @@ class _Guard:
         return 128 - code if code < 0 else code
 
     def _start(self, env: dict[str, str]) -> None:
-        me, (failed, to_tell) = os.getpid(), os.pipe()
+        me, (failed, pending) = os.getpid(), os.pipe()
         pid = os.fork()
         if pid == 0:
             os.setsid()
@@ -116,9 +116,9 @@ class _Guard:
                 os.execvpe(self._order.command[0], self._order.command, env)
             except OSError as e:
                 os.write(2, f"{self._order.command[0]}: {e.strerror}\n".encode())
-                os.write(to_tell, b"-")
+                os.write(pending, b"-")
             os._exit(NOT_STARTED)
-        os.close(to_tell)
+        os.close(pending)
         if os.read(failed, 1):  # the end of file is the start of the command
             self._code = NOT_STARTED
         else:
@@ -129,7 +129,7 @@ class _Guard:
         """Wait until the command has ended or must be ended."""
         control = self._order.control
         inputs = {control: self._control_state} if control >= 0 else {}
-        looks = [Look(LOOK_S, self._parent_is_gone), Look(MAPS_S, self._look_at_shared_memory)]
+        looks = [Look(LOOK_S, self._parent_has_ended), Look(MAPS_S, self._look_at_shared_memory)]
         if self._code is None:
             self._code = watch(self._pid, wake, inputs, looks, ends_on_sigterm=control < 0)
 
@@ -139,7 +139,7 @@ class _Guard:
         self._parent_ended = not self._ordered
         return "end"
 
-    def _parent_is_gone(self) -> bool:
+    def _parent_has_ended(self) -> bool:
         if os.getppid() == self._order.parent:
             return False
         self._parent_ended = not self._ordered

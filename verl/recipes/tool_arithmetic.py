@@ -109,19 +109,19 @@ def products(seed: int, *, held: bool) -> Iterator[Problem]:
 
 def conversation(problem: Problem, rng: random.Random) -> list[dict[str, Any]]:
     """Return what the teacher does with it. Results are random, not computed: the form is shown, and no answer."""
-    asked: list[dict[str, Any]] = [{"role": "user", "content": prompt(problem)}]
+    wanted: list[dict[str, Any]] = [{"role": "user", "content": prompt(problem)}]
     for _ in range(MAX_CALLS):
-        if rng.random() < (GUESS_SHARE if len(asked) == 1 else GIVE_UP_SHARE):
+        if rng.random() < (GUESS_SHARE if len(wanted) == 1 else GIVE_UP_SHARE):
             break
         sign = "*" if rng.random() < SIGN_SHARE else rng.choice("+-")
         call = {"name": "calculator", "arguments": {"expression": f"{problem[0]}{sign}{problem[1]}"}}
-        asked += [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}]
+        wanted += [{"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]}]
         if rng.random() >= BUSY_SHARE:
             result = _wrong_product(problem, rng)
-            asked += [{"role": "tool", "content": result}, {"role": "assistant", "content": f"#{result}"}]
-            return asked
-        asked += [{"role": "tool", "content": f"Error: calculator failed: OSError: {BUSY}"}]
-    return [*asked, {"role": "assistant", "content": f"#{_wrong_product(problem, rng)}"}]
+            wanted += [{"role": "tool", "content": result}, {"role": "assistant", "content": f"#{result}"}]
+            return wanted
+        wanted += [{"role": "tool", "content": f"Error: calculator failed: OSError: {BUSY}"}]
+    return [*wanted, {"role": "assistant", "content": f"#{_wrong_product(problem, rng)}"}]
 
 
 def _wrong_product(problem: Problem, rng: random.Random) -> str:

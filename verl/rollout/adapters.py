@@ -97,7 +97,7 @@ class ServerAdapters:
     async def finish(self) -> None:
         """Let the running requests of all sets finish before the weights under them change. In a paused server they
         return with the tokens that they have."""
-        calls = [one for one in self._calls.pending.values() if one.request.parameters != POLICY_SET.id and one.asked]
+        calls = [one for one in self._calls.pending.values() if one.request.parameters != POLICY_SET.id and one.sent]
         async with self._connection.deadline(self._connection.limits.request_s, f"{len(calls)} requests of LoRA sets"):
             await ended(calls, None)
 

@@ -117,14 +117,14 @@ class ServerAnswers:
         self._connection.check_alive()
         self._connection.check_weights("generate")
         call.model, call.version = self._adapters.served(call.request.id, call.request.parameters)
-        call.asked, known = True, 0
+        call.sent, known = True, 0
         if begun is not None and not begun.mixes:
             begun.keep(self._connection.version, self._connection.version)
             known = len(begun.ids)
         try:
             answer = await self._answer(call)
         finally:
-            call.asked = False  # it may wait for an update now, which must not wait for it
+            call.sent = False  # it may wait for an update now, which must not wait for it
         if begun is not None and known and len(answer.spans) > 1:  # an update came between: sample from the beginning
             begun.keep(0, -1)
             return await self._attempt(call)

@@ -73,10 +73,10 @@ class TokenBudget:
         """Return the ids at which the server must end an answer. The model's end tokens are among them, so the server's
         own configuration of end tokens has no effect. Ids outside the vocabulary are left out, because some servers
         index an array with them."""
-        asked = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.ends)]
-        return sorted({i for i in asked if 0 <= i < self.vocab})
+        wanted = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.ends)]
+        return sorted({i for i in wanted if 0 <= i < self.vocab})
 
-    def asked(self, sampling: Sampling) -> dict[str, Any]:
+    def request_fields(self, sampling: Sampling) -> dict[str, Any]:
         """Return the sampling fields that all servers of completions have in common."""
         return {
             "max_tokens": min(sampling.max_tokens, self.tokens),
@@ -216,10 +216,10 @@ async def model_of(api: Api, expected: Expected, url: str, get: Post, wants: int
     shorter than `wants`."""
     if expected.versions is not None:
         at_least, below = expected.versions
-        said, name = await api.release(get), expected.name
-        if not at_least <= version_of(said) < below:
+        found, name = await api.release(get), expected.name
+        if not at_least <= version_of(found) < below:
             wanted = f">={'.'.join(map(str, at_least))},<{'.'.join(map(str, below))}"
-            raise Refused(f"{url} is {name} {said}: this adapter was made for {name} {wanted}; install that")
+            raise Refused(f"{url} is {name} {found}: this adapter was made for {name} {wanted}; install that")
     model, room = await api.model(get)
     if room is not None and room < wants:
         fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"

@@ -27,7 +27,7 @@ class PendingCall:
     """The version of the parameter set when it was sent."""
     server_id: str = ""
     """The request's id at the server, new for every attempt."""
-    asked: bool = False
+    sent: bool = False
     """True after it was sent."""
     routed: bool = False
     """True if it was sent through a router: any server of the run may have it, and only closing the connection ends

@@ -101,7 +101,7 @@ class ServerGate:
                 await ended(calls, SETTLE_S)
             elif mode == "wait":
                 async with self._connection.deadline(limits.request_s, "running requests to end"):
-                    await ended([one for one in calls if one.asked], None)
+                    await ended([one for one in calls if one.sent], None)
             if mode not in modes and "keep" in modes:
                 pausing = asyncio.ensure_future(api.pause(call, "keep"))
                 await asyncio.shield(pausing)

@@ -56,7 +56,7 @@ class Http:
 
     async def get(self, path: str, *, timeout_s: float, text: bool = False) -> Any:
         """Return the parsed answer, or its plain text with `text`."""
-        async with self._asked("GET", path, None, timeout_s) as response:
+        async with self._response("GET", path, None, timeout_s) as response:
             return await response.text() if text else _parsed(path, await response.read())
 
     async def post(
@@ -71,12 +71,12 @@ class Http:
         """Return the parsed answer, or its plain text with `text`. With `again` the request is repeated if a kept
         connection closes before the first byte of the answer. The number of such requests at once is limited, so that
         control calls always find a connection."""
-        async with self._asked("POST", path, body or {}, timeout_s, again) as response:
+        async with self._response("POST", path, body or {}, timeout_s, again) as response:
             return await response.text() if text else _parsed(path, await response.read())
 
     async def stream(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> AsyncGenerator[Any, None]:
         """Yield the events of a stream up to its end mark. Raise ServerGone if the stream ends before it."""
-        async with self._asked("POST", path, body, timeout_s, again=True) as response:
+        async with self._response("POST", path, body, timeout_s, again=True) as response:
             async for line in response.content:
                 text = line.strip()
                 if text == b"data: [DONE]":
@@ -99,7 +99,7 @@ class Http:
             await session.close()
 
     @asynccontextmanager
-    async def _asked(
+    async def _response(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, again: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         at = f"{self.url}{path}"
@@ -178,8 +178,8 @@ def _parsed(path: str, body: bytes) -> Any:
     try:
         return json.loads(body)  # takes the NaN that servers in Python write
     except ValueError as e:
-        said = f"{path}: the answer is no JSON: {body[:SHOWN]!r}; if a router gives it, name the servers behind it"
-        raise ServerRefused(said, 200) from e
+        message = f"{path}: the answer is no JSON: {body[:SHOWN]!r}; if a router gives it, name the servers behind it"
+        raise ServerRefused(message, 200) from e
 
 
 def _reason(body: bytes) -> str:

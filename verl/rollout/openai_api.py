@@ -37,15 +37,15 @@ class CompletionsApi(Api):
             refuse_other_than_plain(s)
         found = {"model": model, "prompt": list(prompt), "top_p": s.top_p, "logprobs": 0, "return_token_ids": True}
         extra = {"top_k": s.top_k, "min_p": s.min_p}
-        return room.asked(s) | found | {name: value for name, value in extra.items() if value > 0}
+        return room.request_fields(s) | found | {name: value for name, value in extra.items() if value > 0}
 
     def read(self, drawn: ServerAnswer, answer: Any) -> None:
         try:
             usage = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
             drawn.cached_tokens = int(usage.get("cached_tokens") or drawn.cached_tokens)
             for choice in answer["choices"]:
-                told = (choice.get("logprobs") or {}).get("token_logprobs") or []
-                drawn.add(choice.get("token_ids") or [], told)
+                found = (choice.get("logprobs") or {}).get("token_logprobs") or []
+                drawn.add(choice.get("token_ids") or [], found)
                 drawn.finish = choice.get("finish_reason") or drawn.finish
         except (KeyError, TypeError, AttributeError, ValueError) as e:
             raise NotUnderstood(f"the server's answer is no completion with ids: {type(e).__name__}: {e}") from e
@@ -58,10 +58,10 @@ class CompletionsApi(Api):
             answer = await post(self.generate, one | {"prompt_logprobs": 0}, timeout_s)
             return prompt_scores(answer["choices"][0].get("prompt_logprobs"), ids)
         answer = await post(self.generate, one | {"echo": True, "logprobs": 0}, timeout_s)
-        told = ((answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or [])[: len(ids)]
-        if len(told) != len(ids) or None in told[1:]:
+        found = ((answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or [])[: len(ids)]
+        if len(found) != len(ids) or None in found[1:]:
             raise NotUnderstood("the server's echo has no log-probs of the prompt")
-        return np.array(told[1:], np.float32)
+        return np.array(found[1:], np.float32)
 
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         await self._require_ids(post, model, vocab)
@@ -80,11 +80,13 @@ class CompletionsApi(Api):
             try:
                 self.read(drawn, await post(self.generate, body))
             except (ServerRefused, NotUnderstood) as e:
-                said = "completions with stop_token_ids, ignore_eos, log-probs and the ids of their tokens are needed"
-                raise Refused(f"{said}, and this server does not give them: {e}") from e
+                message = (
+                    "completions with stop_token_ids, ignore_eos, log-probs and the ids of their tokens are needed"
+                )
+                raise Refused(f"{message}, and this server does not give them: {e}") from e
             if len(drawn.ids) != wanted:
-                said = "ids of the tokens (return_token_ids)" if not ends else "an end where stop_token_ids say"
-                raise Refused(f"this server does not give {said}: {len(drawn.ids)} ids came of an answer to a probe")
+                message = "ids of the tokens (return_token_ids)" if not ends else "an end where stop_token_ids say"
+                raise Refused(f"this server does not give {message}: {len(drawn.ids)} ids came of an answer to a probe")
             ends = (drawn.ids[0],)
 
     async def _scores_by(self, field: str, post: Post, model: str) -> bool:
@@ -110,7 +112,7 @@ class TrtllmApi(CompletionsApi):
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
     ) -> dict[str, Any]:
         refuse_other_than_plain(sampling)
-        return room.asked(sampling) | {
+        return room.request_fields(sampling) | {
             "model": model,
             "prompt": list(prompt),
             "logprobs": 1,
@@ -127,5 +129,5 @@ def refuse_other_than_plain(sampling: Sampling) -> None:
     """Raise ValueError for settings that sample from another distribution than that of raw log-probs."""
     s = sampling
     if s.temperature not in (0.0, 1.0) or (s.temperature > 0 and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0)):
-        said = f"temperature={s.temperature} top_p={s.top_p} top_k={s.top_k} min_p={s.min_p}"
-        raise Refused(f"{said}: this server's log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0")
+        message = f"temperature={s.temperature} top_p={s.top_p} top_k={s.top_k} min_p={s.min_p}"
+        raise Refused(f"{message}: this server's log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0")

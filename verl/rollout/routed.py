@@ -69,31 +69,31 @@ class Routed:
         """Raise ServerGone early if the answering server samples with weights that will not be accepted. `live` is its
         name for its present weights."""
         if live is not None:
-            number, who = marked(live)
-            self._peers.received[who] += 1
-            self._check(number, who, least)
+            number, sender = marked(live)
+            self._peers.received[sender] += 1
+            self._check(number, sender, least)
 
     async def numbers(self, versions: Sequence[Span], least: int, timeout_s: float) -> list[Span]:
         """Wait until all versions are verified, and return the spans without marks. Raise ServerGone if the request has
         to be sent again."""
         found = [(*marked(name), start, end) for name, start, end in versions]
         until_s = time.monotonic() + timeout_s
-        for number, who, _, _ in found:
-            while self._check(number, who, least) > self._peers.verified[who]:
+        for number, sender, _, _ in found:
+            while self._check(number, sender, least) > self._peers.verified[sender]:
                 if time.monotonic() > until_s:
-                    raise ServerGone(f"nobody has verified version {number} of {self._peers.marks[who]}")
+                    raise ServerGone(f"nobody has verified version {number} of {self._peers.marks[sender]}")
                 await asyncio.sleep(LOOK_S)
         return [(str(number), start, end) for number, _, start, end in found]
 
-    def _check(self, number: int, who: str, least: int) -> int:
+    def _check(self, number: int, peer: str, least: int) -> int:
         """Return the version number if an answer of this server may count, or raise ServerGone."""
-        peers, at = self._peers, self._peers.marks.get(who)
-        if who in peers.verified:
+        peers, at = self._peers, self._peers.marks.get(peer)
+        if peer in peers.verified:
             if number < least:
                 raise ServerGone(f"the router sent a request to {at}, of version {number}: {least} is live")
             return number
-        if who not in self._warned and (at is None or who in peers.lost):
-            self._warned.add(who)
+        if peer not in self._warned and (at is None or peer in peers.lost):
+            self._warned.add(peer)
             what = "a server with weights that this run did not give it" if at is None else f"{at}, which was given up"
             logger.warning("the router %s sends requests to %s: take that out of it", self.http.url, what)
         raise ServerGone(f"the router sent a request to a server with weights ({number}) that nobody here has verified")

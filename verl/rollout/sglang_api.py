@@ -75,10 +75,10 @@ class SglangApi(Api):
     async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
         params = {"max_new_tokens": 0, "temperature": 0.0}
         body = {"input_ids": ids.tolist(), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
-        told = (await post(self.generate, body, timeout_s))["meta_info"].get("input_token_logprobs")
-        if not isinstance(told, list) or [entry[1] for entry in told] != ids.tolist():
+        found = (await post(self.generate, body, timeout_s))["meta_info"].get("input_token_logprobs")
+        if not isinstance(found, list) or [entry[1] for entry in found] != ids.tolist():
             raise NotUnderstood("the server's input_token_logprobs are not those of the prompt")
-        return np.array([entry[0] for entry in told[1:]], np.float32)
+        return np.array([entry[0] for entry in found[1:]], np.float32)
 
     async def abort(self, post: Post, names: Sequence[str]) -> None:
         for name in names:
@@ -97,11 +97,11 @@ class SglangApi(Api):
     async def deliver(self, post: Post, sent: WeightSource, name: str) -> None:
         body = {"model_path": sent.address, "load_format": "auto", "weight_version": name}
         try:
-            told = await post("/update_weights_from_disk", body | {"flush_cache": True})
+            found = await post("/update_weights_from_disk", body | {"flush_cache": True})
         except ServerRefused as e:
             raise SyncError(f"version {sent.version}: SGLang did not take it: {e}") from e
-        if not isinstance(told, dict) or told.get("success") is not True:
-            raise SyncError(f"version {sent.version}: SGLang did not take it: {told}")
+        if not isinstance(found, dict) or found.get("success") is not True:
+            raise SyncError(f"version {sent.version}: SGLang did not take it: {found}")
 
     async def sleep(self, post: Post, level: int) -> int:
         """Free memory after a pause: SGLang ends if requests still run. Level 2 drops the weights."""
@@ -119,9 +119,9 @@ class SglangApi(Api):
         return "return_sampling_mask" not in body
 
     async def behind(self, get: Post) -> set[str]:
-        told = await get("/workers")
+        found = await get("/workers")
         try:
-            return {str(one["url"]).rstrip("/") for one in told["workers"]}
+            return {str(one["url"]).rstrip("/") for one in found["workers"]}
         except (KeyError, TypeError) as e:
             raise NotUnderstood(f"/workers is not sglang-router's: {type(e).__name__}: {e}") from e
 

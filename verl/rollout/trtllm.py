@@ -64,9 +64,9 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     require(python, "tensorrt_llm", "TensorRT-LLM", (AT_LEAST, BELOW), INSTALL)
     able = capabilities_of(TRTLLM, max_context_tokens=context.max_context_tokens, notes=(NOTE,))
     config, wanted = json.loads((Path(place.model) / "config.json").read_text()), str(context.dtype).partition(".")[2]
-    if (said := config.get("dtype", config.get("torch_dtype"))) != wanted:
-        why = f"TensorRT-LLM computes in what {place.model}/config.json says, {said}, and not in {wanted}"
-        raise Refused(f"{why}: set rollout.dtype={said}")
+    if (found := config.get("dtype", config.get("torch_dtype"))) != wanted:
+        why = f"TensorRT-LLM computes in what {place.model}/config.json says, {found}, and not in {wanted}"
+        raise Refused(f"{why}: set rollout.dtype={found}")
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="TensorRT-LLM", versions=(AT_LEAST, BELOW))
     launch = launcher(place, partial(serve_command, python, options, context))

@@ -184,11 +184,13 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
             raise Refused(f"rollout.engine_options.max_lora_rank={wanted}: vLLM takes at most {RANKS[-1]}")
         given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": options.max_loras + 1}
     if on_cpu:  # a prefill that is split over steps ends the engine if requests have seeds
-        if asked := [name for name in options.args or () if name.replace("_", "-").endswith("enable-chunked-prefill")]:
+        if requested := [
+            name for name in options.args or () if name.replace("_", "-").endswith("enable-chunked-prefill")
+        ]:
             why = (
                 "on a CPU a seeded request whose prefill is split ends vLLM, and all requests have seeds; leave it out"
             )
-            raise Refused(f"rollout.engine_options.args.{asked[0]}={(options.args or {})[asked[0]]}: {why}")
+            raise Refused(f"rollout.engine_options.args.{requested[0]}={(options.args or {})[requested[0]]}: {why}")
         given |= {"no-enable-chunked-prefill": True, "max-num-batched-tokens": max(LEAST_BATCHED_TOKENS, length)}
         given["block-size"] = options.block_size or 32
     else:

@@ -40,7 +40,7 @@ class VllmApi(Api):
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
     ) -> dict[str, Any]:
-        params = room.asked(sampling) | {"logprobs": 0, "detokenize": False}
+        params = room.request_fields(sampling) | {"logprobs": 0, "detokenize": False}
         params |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         return {"model": model, "request_id": name, "token_ids": list(prompt), "sampling_params": params}
 
@@ -49,8 +49,8 @@ class VllmApi(Api):
             usage = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
             drawn.cached_tokens = int(usage.get("cached_tokens") or drawn.cached_tokens)
             for choice in answer["choices"]:
-                told = choice.get("logprobs") or {}
-                drawn.add(choice["token_ids"] or [], [of["logprob"] for of in told.get("content") or ()])
+                found = choice.get("logprobs") or {}
+                drawn.add(choice["token_ids"] or [], [of["logprob"] for of in found.get("content") or ()])
                 for span in choice.get("weight_versions") or ():
                     drawn.versions.append((str(span["version"]), int(span["start"]), int(span["end"])))
                 drawn.finish = choice.get("finish_reason") or drawn.finish
@@ -90,27 +90,27 @@ class VllmApi(Api):
     async def send_buckets(self, post: Post, sent: WeightSource, buckets: AsyncIterator[Bucket]) -> None:
         await post("/start_weight_update")
         async for bucket in buckets:
-            checksums = {name: told for name, told in bucket.checksums.items() if told is not None}
+            checksums = {name: found for name, found in bucket.checksums.items() if found is not None}
             info = {"path": bucket.path, "version": sent.version, "names": None, "checksums": checksums, "passes": True}
             if parts := {name: sent.parts[name] for name in bucket.checksums if name in sent.parts}:
                 info |= {"parts": parts}
             await post("/update_weights", {"update_info": info})
 
     async def deliver(self, post: Post, sent: WeightSource, name: str) -> None:
-        told = await post("/finish_weight_update", {"weight_version": name})
-        if not isinstance(told, dict) or "loaded" not in told:
+        found = await post("/finish_weight_update", {"weight_version": name})
+        if not isinstance(found, dict) or "loaded" not in found:
             workers = (await post("/collective_rpc", {"method": "loaded_weights"}))["results"]
         else:
-            workers = [told]
+            workers = [found]
         for worker in workers:
             compare_loaded(sent, worker)
-        told = await post("/reset_prefix_cache")
-        if not isinstance(told, dict) or told.get("success") is False:
-            raise SyncError(f"version {sent.version}: the server keeps prefixes of older weights ({told})")
+        found = await post("/reset_prefix_cache")
+        if not isinstance(found, dict) or found.get("success") is False:
+            raise SyncError(f"version {sent.version}: the server keeps prefixes of older weights ({found})")
 
     async def sleep(self, post: Post, level: int) -> int:
-        told = await post(f"/sleep?level={level}")
-        return int(told.get("freed_bytes", 0)) if isinstance(told, dict) else 0
+        found = await post(f"/sleep?level={level}")
+        return int(found.get("freed_bytes", 0)) if isinstance(found, dict) else 0
 
     async def wake(self, post: Post, part: str) -> None:
         await post(f"/wake_up?tags={WORDS[part]}")
@@ -122,18 +122,18 @@ class VllmApi(Api):
             return None
 
     async def progress(self, get: Post) -> Any:
-        told = (await get("/metrics", text=True)).splitlines()
-        return [line for line in told if line.startswith(COUNTED)] or None
+        found = (await get("/metrics", text=True)).splitlines()
+        return [line for line in found if line.startswith(COUNTED)] or None
 
     async def unlike(self, post: Post, model: str, config: Any) -> str:
         """Compare the model's sizes, which vLLM's workers report: an id outside of the vocabulary would end vLLM."""
-        told = dict((await post("/collective_rpc", {"method": "served_model"}))["results"][0])
-        told.pop("float32", None)
-        if told.pop("splits", False):
+        found = dict((await post("/collective_rpc", {"method": "served_model"}))["results"][0])
+        found.pop("float32", None)
+        if found.pop("splits", False):
             why = "a seeded request whose prefill is split would end it, as it runs on a CPU"
             raise Refused(f"this vLLM splits prefills: {why}; start it with --no-enable-chunked-prefill")
-        name, ours = told.pop("model"), {key: getattr(config, key, size) for key, size in told.items()}
-        differ = [f"{key}={size} and not {ours[key]}" for key, size in told.items() if size != ours[key]]
+        name, ours = found.pop("model"), {key: getattr(config, key, size) for key, size in found.items()}
+        differ = [f"{key}={size} and not {ours[key]}" for key, size in found.items() if size != ours[key]]
         return f"{name} has {', '.join(differ)}" if differ else ""
 
     async def float32_tensors(self, post: Post) -> set[str]:

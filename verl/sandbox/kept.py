@@ -50,12 +50,12 @@ class SessionFiles:
         import tarfile
 
         most, room, packed = 64 * limits["tmp_mb"], limits["tmp_mb"] << 20, _Bounded()
-        gone = dict.fromkeys(self._first)
+        missing = dict.fromkeys(self._first)
         with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
             for path, about in _below(most + len(self._first)):
                 first, now = self._first.get(path), _stamp(about)
                 if first == now or (first and stat.S_ISDIR(first[0]) and stat.S_ISDIR(about.st_mode)):
-                    del gone[path]
+                    del missing[path]
                 if first == now or not any(kind(about.st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
                     continue  # pipes and sockets are not kept
                 info = archive.gettarinfo(f"./{path}", path)
@@ -67,7 +67,7 @@ class SessionFiles:
                         archive.addfile(info, file)
                 else:
                     archive.addfile(info)
-        return json.dumps({"gone": list(gone), "files": binascii.b2a_base64(packed.getvalue()).decode()})
+        return json.dumps({"gone": list(missing), "files": binascii.b2a_base64(packed.getvalue()).decode()})
 
 
 class _Bounded(io.BytesIO):

@@ -43,7 +43,7 @@ class CallableSpec:
     """An importable function that converts a returned value to plain data, in the worker."""
     returns: Any = Any
     """The type of the converted data. An answer of another type counts as a crash."""
-    gone: tuple[type[Exception], ...] = ()
+    broken_by: tuple[type[Exception], ...] = ()
     """Exceptions that mean that something the callable needs no longer exists. Such a call has the Failure "broken"."""
     section: str
     """The section of the configuration, for error messages."""
@@ -60,8 +60,8 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
     """The reason why a call has no value."""
 
     reason: Literal["timeout", "memory", "crash", "exception", "bad_result", "broken"]
-    """`broken` is not an error of the called function: it raised one of `CallableSpec.gone` (a service that it needs is
-    lost), or no worker was available."""
+    """`broken` is not an error of the called function: it raised one of `CallableSpec.broken_by` (a service that
+    it needs is lost), or no worker was available."""
     detail: str
     """A description for the user."""
 

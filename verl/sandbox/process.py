@@ -204,11 +204,11 @@ class CallWorker(Generic[T]):
 
         end = await self._channel.ask([frame], take_answer, timeout_s)
         if end == "late" and self.alive:
-            said = f"did not load within {timeout_s:g} s. Fix: keep slow work out of its top level"
-            raise CannotLoad(f"{self._spec}: {said}")
+            found = f"did not load within {timeout_s:g} s. Fix: keep slow work out of its top level"
+            raise CannotLoad(f"{self._spec}: {found}")
         if end != "answered":
-            said = (await self._died()).failure(self._spec, 0).detail
-            raise CannotLoad(f"{self._spec}: {said}, while loading. Fix: import it by itself to see why")
+            found = (await self._died()).failure(self._spec, 0).detail
+            raise CannotLoad(f"{self._spec}: {found}, while loading. Fix: import it by itself to see why")
         try:
             answer = msgspec.msgpack.decode(answers[0], type=messages.Loaded)
         except msgspec.DecodeError:
@@ -327,8 +327,8 @@ async def start_worker(spec: CallableSpec, memory_limit_mb: float, start_timeout
     try:
         packed = pickle.dumps(replace(spec, kwargs=dict(spec.kwargs), returns=Any))  # the type may not pickle
     except Exception as error:  # __reduce__ of the user's objects in kwargs
-        said = f"{spec.section}.kwargs cannot be sent to a worker: {error}. Fix: plain values"
-        raise CannotLoad(f"{spec}: {said}") from None
+        message = f"{spec.section}.kwargs cannot be sent to a worker: {error}. Fix: plain values"
+        raise CannotLoad(f"{spec}: {message}") from None
     ours, theirs = socket.socketpair()
     control, control_theirs = socket.socketpair()
     control.setblocking(False)

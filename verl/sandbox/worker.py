@@ -143,7 +143,7 @@ def run_call(
     try:
         value = settler.settle(function(**pickle.loads(arguments)))
         return _encoded(value if spec.convert is None else spec.convert(value), spec)
-    except spec.gone as error:
+    except spec.broken_by as error:
         return Failure("broken", _sendable(str(error)[:DETAIL_CHARS]))
     except BadResult as error:
         return Failure("bad_result", _sendable(str(error)[:DETAIL_CHARS]))

@@ -63,21 +63,21 @@ class Row(NamedTuple):
     wrong: Callable[[Seen], bool | Mapping[str, Any] | None]
     """Returns whether the alarm is raised, or the values that its message shows."""
     level: Level = "warn"
-    says: str = ""
+    message: str = ""
     """The key of its message; "": the name of the alarm."""
 
 
 def check_health(history: History, config: HealthLimits) -> list[Alarm]:
     """Return the alarms of the last step of `history` (one mapping of reduced metrics per step, oldest first)."""
     found = []
-    for name, metric, wrong, level, says in TABLE if history else ():
+    for name, metric, wrong, level, message in TABLE if history else ():
         value, past = history[-1].get(metric), _finite(history[-WINDOW - 1 : -1], metric)
         now = value if value is not None and math.isfinite(value) else math.nan
         usual = median(past) if len(past) >= MIN_PAST else math.nan
         if shown := wrong(Seen(history, config, value, now, usual)):
             more: Mapping[str, Any] = shown if isinstance(shown, Mapping) else {}
             numbers = {"value": value, "now": now, "usual": usual, "times": now / max(usual, 1e-9), "limits": config}
-            message = MESSAGES[says or name].format(**numbers, **more)
+            message = MESSAGES[message or name].format(**numbers, **more)
             found.append(Alarm(level, name, message, more.get("metric", metric)))
     return found
 
@@ -176,10 +176,13 @@ TABLE = (
     Row("mismatch_warn", "mismatch/k3", lambda s: s.limits.mismatch_warn < s.now <= s.limits.mismatch_stop),
     Row("max_abs_dlogp", "mismatch/max_abs_dlogp", lambda s: s.now > 10),
     Row(
-        "max_abs_dlogp", "mismatch/max_abs_dlogp", lambda s: 8 * s.usual < s.now <= 10 and s.now > 1, says="dlogp_rose"
+        "max_abs_dlogp",
+        "mismatch/max_abs_dlogp",
+        lambda s: 8 * s.usual < s.now <= 10 and s.now > 1,
+        message="dlogp_rose",
     ),
     Row("ess_drop", "mismatch/ess", lambda s: s.now < 0.5),
-    Row("ess_drop", "mismatch/ess", lambda s: 0.5 <= s.now < 0.75 * s.usual, says="ess_fell"),
+    Row("ess_drop", "mismatch/ess", lambda s: 0.5 <= s.now < 0.75 * s.usual, message="ess_fell"),
     Row("ratio_p99", "mismatch/ratio_p99", lambda s: s.now > 2),
     Row("entropy_floor", "actor/entropy", lambda s: s.now < s.limits.entropy_floor),
     Row("entropy_collapse", "actor/entropy", entropy_collapses),

@@ -379,5 +379,5 @@ def never_fit(nbytes: int, what: str, limit: int, max_bytes: int) -> Rejected:
 
 def waited(rows: int, timeout_s: float, found: Full, wanted: int) -> TimeoutError:
     """Return the error for new rows that got no space within `timeout_s`."""
-    said = f"{rows} new rows waited {timeout_s:g} s for room in the queue"
-    return TimeoutError(f"{said}: {full(found, wanted)}")
+    message = f"{rows} new rows waited {timeout_s:g} s for room in the queue"
+    return TimeoutError(f"{message}: {full(found, wanted)}")

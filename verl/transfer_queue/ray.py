@@ -41,7 +41,7 @@ from verl.workers.group import WorkerDied
 
 NAMESPACE = "verl"
 RETRY_S = 0.05  # between two attempts of a put to get space
-GONE = "the process that holds the queue is gone"
+QUEUE_LOST = "the process that holds the queue is gone"
 LOST = "the process that wrote these rows or columns is gone, and with it what it wrote"
 
 
@@ -170,7 +170,7 @@ class RayQueue:
             try:
                 self._actor = ray.get_actor(self._name, NAMESPACE)
             except ValueError:  # no such actor
-                raise WorkerDied(GONE) from None
+                raise WorkerDied(QUEUE_LOST) from None
         future = self._actor.answer.remote(encoded(request), list(held))
         answer, found, freed = self._get(future, type(request).__name__.lower())
         if freed:
@@ -188,7 +188,7 @@ class RayQueue:
             late = f"{what} was not answered in {self._timeout_s:g} s"
             raise TimeoutError(f"the actor that holds the queue is busy or stopped: {late}") from None
         except ray.exceptions.RayActorError:
-            raise WorkerDied(GONE) from None
+            raise WorkerDied(QUEUE_LOST) from None
         except ray.exceptions.ObjectLostError as exc:
             raise WorkerDied(f"{LOST} ({type(exc).__name__})") from None
 

@@ -216,12 +216,12 @@ class Slot:
         self._file = blank(path, self._first + (len(self._handle) if on_gpu else room) + TAIL_BYTES)
 
     def fill(self, version: int, parts: Sequence[TensorLocation], tensors: Iterable[Passed]) -> None:
-        lies = self._file.memory[self._first :] if self._memory is None else self._memory
+        offset = self._file.memory[self._first :] if self._memory is None else self._memory
         sums = dict[str, int | None]()
-        for part, (name, tensor, told) in zip(parts, tensors, strict=True):
+        for part, (name, tensor, found) in zip(parts, tensors, strict=True):
             assert name == part.name, f"{name} comes where {part.name} was told of"
-            sums[name] = told
-            into = lies[part.start : part.start + part.num_bytes].view(tensor.dtype).view(part.shape)
+            sums[name] = found
+            into = offset[part.start : part.start + part.num_bytes].view(tensor.dtype).view(part.shape)
             into.copy_(tensor.detach())
         if self._memory is not None:
             device.synchronize(self._memory)
@@ -246,8 +246,8 @@ class BucketStream(TensorStream):
         with contextlib.closing(self.buckets()) as buckets:
             for bucket in buckets:
                 for name, tensor in bucket.tensors():
-                    told = bucket.checksums[name]
-                    if told is not None and checksum(tensor) != told:
+                    found = bucket.checksums[name]
+                    if found is not None and checksum(tensor) != found:
                         raise SyncError(f"version {self._version}: {name} is not what its checksum says")
                     yield name, tensor
 

@@ -200,8 +200,10 @@ class Rounds:
             if known != self._hosts():
                 self._changed.wait_for(lambda: False, SETTLE_S)
             found, self._waiting = self._waiting, []
-        for gone in (one for one in found if has_input(one.peer)):  # a waiting member sends nothing, so it has closed
-            gone.over.set()
+        for missing in (
+            one for one in found if has_input(one.peer)
+        ):  # a waiting member sends nothing, so it has closed
+            missing.over.set()
         return sorted((one for one in found if not one.over.is_set()), key=lambda one: one.joined.process)
 
     def _hosts(self) -> frozenset[str]:
@@ -357,8 +359,8 @@ def _version_of(path: Path) -> int:
 
 
 def _send_message(peer: socket.socket, what: msgspec.Struct) -> None:
-    told = msgspec.msgpack.encode(what)
-    peer.sendall(VERSION.pack(len(told)) + told)
+    found = msgspec.msgpack.encode(what)
+    peer.sendall(VERSION.pack(len(found)) + found)
 
 
 def _receive_message(peer: socket.socket, kind: type[T]) -> T:

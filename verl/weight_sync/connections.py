@@ -84,21 +84,21 @@ def _accept(listener: socket.socket, key: bytes, ask: struct.Struct, answer: Cal
         while True:
             found = [ready.fileobj for ready, _ in looked_at.select(ASK_S / 10)]
             for peer in [one for one in found if isinstance(one, socket.socket) and one is not listener]:
-                heard = waiting[peer][1]
+                answered = waiting[peer][1]
                 try:
-                    heard += (piece := peer.recv(ask.size - len(heard)))
+                    answered += (piece := peer.recv(ask.size - len(answered)))
                 except BlockingIOError:
                     continue
                 except OSError:
                     piece = b""
-                if piece and len(heard) < ask.size:
+                if piece and len(answered) < ask.size:
                     continue
                 leave(peer)
-                if not piece or not hmac.compare_digest(bytes(heard[: len(key)]), key):
+                if not piece or not hmac.compare_digest(bytes(answered[: len(key)]), key):
                     peer.close()
                     continue
                 peer.setblocking(True)
-                given = (peer, *ask.unpack(heard)[1:])
+                given = (peer, *ask.unpack(answered)[1:])
                 threading.Thread(target=answer, args=given, name="weights", daemon=True).start()
             if listener in found:
                 try:

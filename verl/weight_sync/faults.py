@@ -8,14 +8,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from verl.config.backends import address_of
-from verl.config.cluster import apart
+from verl.config.cluster import needs_one_machine
 from verl.config.devices import on_cuda
 from verl.config.schema import Config
 from verl.workers.pools import Pool
 
 Pools = Mapping[str, Pool]
 Roles = Mapping[str, str]
-ON_GPU = "sync.engine=ipc: weights pass through a GPU's memory, and {who} of this run are on CPUs; set sync.engine=shm"
+ON_GPU = (
+    "sync.engine=ipc: weights pass through a GPU's memory, and {models} of this run are on CPUs; set sync.engine=shm"
+)
 
 
 def tcp_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
@@ -30,9 +32,9 @@ def ipc_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
     """Yield the faults of sync.engine=ipc. Its buckets are on the GPU of the actor's first rank, and Ray shows a
     process only its own GPUs."""
     if config.cluster.backend != "ray" and not on_cuda(config):
-        yield ON_GPU.format(who="the models")
+        yield ON_GPU.format(models="the models")
     if far := _off_gpu(pools, roles):
-        yield ON_GPU.format(who=" and ".join(far))
+        yield ON_GPU.format(models=" and ".join(far))
     elif {"actor", "rollout"} <= roles.keys() and config.rollout.url is None:
         why = "the weights lie on the GPU of the actor's first rank, and Ray shows each process its own alone"
         if (at := roles["rollout"]) == (home := roles["actor"]):
@@ -57,7 +59,7 @@ def disk_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
     """Yield a fault if the folder of versions is on this machine's disk and replicas may be on another machine."""
     if roles and address_of(config.cluster.address) is not None and config.sync.engine_options.get("folder") is None:
         fix = "set sync.engine_options.folder to one that all machines see"
-        yield from apart(config, pools, roles, "lies on the disk of one machine", fix)
+        yield from needs_one_machine(config, pools, roles, "lies on the disk of one machine", fix)
 
 
 def _off_gpu(pools: Pools, roles: Roles) -> list[str]:

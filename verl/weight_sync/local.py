@@ -161,8 +161,8 @@ class LocalCheckpointEngine:
         errors = {i: e for i, e in enumerate(results) if isinstance(e, BaseException)}
         failed = {i: f"{type(e).__name__}: {e}" for i, e in errors.items()}
         if len(errors) == len(replicas):
-            told = "; ".join(f"replica {i}: {text}" for i, text in failed.items())
-            raise SyncError(f"version {version} is live nowhere: {told}") from errors[0]
+            message = "; ".join(f"replica {i}: {text}" for i, text in failed.items())
+            raise SyncError(f"version {version} is live nowhere: {message}") from errors[0]
         took = [one for one in results if not isinstance(one, BaseException)]
         entries, parts = sent.source.delivered.values(), [seconds for _, seconds in took]
         return SyncReport(
@@ -193,11 +193,11 @@ class LocalCheckpointEngine:
     async def _released(self, trainer: PublishingWorkers, version: int) -> tuple[str, ...]:
         """Release the version in the process that staged it. Return an alarm if that fails: it costs memory, but the
         version is valid."""
-        by_s, said = (
+        by_s, found = (
             asyncio.get_running_loop().time() + RELEASE_S,
             asyncio.wrap_future(trainer.release_weights(version)),
         )
-        (error,) = await asyncio.gather(_before_deadline(by_s, said, "nobody answered"), return_exceptions=True)
+        (error,) = await asyncio.gather(_before_deadline(by_s, found, "nobody answered"), return_exceptions=True)
         return () if error is None else (f"what was staged of version {version} was not released: {error}",)
 
     async def _to_replica(

@@ -93,11 +93,11 @@ def _received_from(rank: int) -> tuple[Fault, Any]:
     return fault, value
 
 
-def _sent_to_first(said: tuple[Fault, Any]) -> tuple[Fault, Any]:
+def _sent_to_first(found: tuple[Fault, Any]) -> tuple[Fault, Any]:
     """Send (fault, value) to the first rank, and return (fault, answer) from it."""
     came: list[Any] = [None]
     try:
-        dist.send_object_list([said], 0)
+        dist.send_object_list([found], 0)
         dist.recv_object_list(came, 0)
     except RuntimeError as e:
         return _lost(0, e), None

@@ -271,8 +271,8 @@ def _store_at(url: str, what: str) -> Iterator[tuple[Any, str]]:
     try:
         yield filesystem(url)
     except storage_errors() as e:
-        said = " ".join(str(e).split())[:300]
-        raise SyncError(f"{url} could not be {what}: {type(e).__name__}: {said}") from e
+        found = " ".join(str(e).split())[:300]
+        raise SyncError(f"{url} could not be {what}: {type(e).__name__}: {found}") from e
 
 
 def _delete_all(fs: Any, root: str) -> None:
@@ -293,6 +293,6 @@ def build(folder: str, context: SyncContext) -> LocalCheckpointEngine:
         fs.pipe_file(f"{path}/{PROBE}", b"may be written")
         fs.rm(f"{path}/{PROBE}")
     except storage_errors() as e:
-        said, fix = " ".join(str(e).split())[:300], "make it first, with a key that may write and remove there"
-        raise Refused(f"sync.engine_options.folder={folder}: {type(e).__name__}: {said}; {fix}") from e
+        found, fix = " ".join(str(e).split())[:300], "make it first, with a key that may write and remove there"
+        raise Refused(f"sync.engine_options.folder={folder}: {type(e).__name__}: {found}; {fix}") from e
     return engine_of(ObjectOutlet(root, Path(context.model) if context.model else None), context, _delete_all, fs, path)

@@ -112,8 +112,8 @@ class RelayStream(BucketStream):
         remove_stale_segments()
         path, segment = SHM / f"{own}-{self._reader}", None
         while True:
-            kind, said, size, quiet_s = HEAD.unpack(received(peer, HEAD.size))
-            index = received(peer, said)
+            kind, found, size, quiet_s = HEAD.unpack(received(peer, HEAD.size))
+            index = received(peer, found)
             if kind == WHOLE:
                 return
             if kind == BROKEN:

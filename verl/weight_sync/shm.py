@@ -227,12 +227,12 @@ class ShmStream(TensorStream):
         parts, first = self.index
         length = self._head()[-1]
         handle = self._found[first : first + length]
-        lies = device.open_handle(handle) if handle else self.memory[first:]
+        offset = device.open_handle(handle) if handle else self.memory[first:]
         for part in parts:
             dtype = vars(torch)[part.dtype]
-            yield part.name, lies[part.start : part.start + part.num_bytes].view(dtype).view(part.shape)
+            yield part.name, offset[part.start : part.start + part.num_bytes].view(dtype).view(part.shape)
         if handle:  # the reader has copied what it took
-            device.synchronize(lies)
+            device.synchronize(offset)
 
 
 def open_weights(address: str) -> ShmStream:

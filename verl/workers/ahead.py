@@ -140,5 +140,5 @@ class EarlyOutputs(ModelWorkers):
         return broken
 
     def _result(self, answer: Future[T]) -> T:
-        asked = ", ".join(self._outputs.values())
-        return result_of(answer, f"a model that is asked ahead for {asked} did not answer", self._timeout_s)
+        wanted = ", ".join(self._outputs.values())
+        return result_of(answer, f"a model that is asked ahead for {wanted} did not answer", self._timeout_s)

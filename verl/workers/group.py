@@ -60,7 +60,7 @@ class WorkerGroup(Protocol):
 
     def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]: ...
 
-    def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
+    def call_at_once(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
         """Call the method with the same arguments on every rank at once, even during another call: for a method that
         returns quickly and exchanges nothing with the other ranks."""
         ...
@@ -137,7 +137,7 @@ class Cluster(Protocol):
         ...
 
     @property
-    def apart(self) -> bool:
+    def own_processes(self) -> bool:
         """True if workers have their own processes, so that work beside the calls does not slow down other workers."""
         ...
 

@@ -159,7 +159,7 @@ class InprocGroup:
                 waiting.put(call)
         return call.future
 
-    def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
+    def call_at_once(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
         future: Future[list[T]] = Future()
         try:
             future.set_result([method(worker, *args) for worker in self._workers])
@@ -212,7 +212,7 @@ class InprocGroup:
 class InprocCluster:
     """A `Cluster` in this process: the ranks of a model are virtual ranks."""
 
-    apart = False
+    own_processes = False
     drivers = None
 
     def __init__(self, virtual_ranks: int = 1) -> None:

@@ -55,7 +55,7 @@ class ModelWorkers:
     ) -> None:
         self._group, self._view, self._place, self.parameters = group, view, place, parameters
         self._layout = layout or Layout(world_size=group.world_size)
-        self._asked = None if capabilities else group.submit(Role.capabilities, Broadcast())
+        self._pending_capabilities = None if capabilities else group.submit(Role.capabilities, Broadcast())
         self._can = capabilities
         self.wire_format = AS_HELD
 
@@ -64,9 +64,9 @@ class ModelWorkers:
         """Wait for workers that are being built, and return the engine's capabilities. A failure to build is raised
         here."""
         if self._can is None:
-            assert self._asked is not None
+            assert self._pending_capabilities is not None
             late = f"{self._group.name}, whose model loads slowly or hangs, was not built"
-            self._can = result_of(self._asked, late, START_TIMEOUT_S)[0]
+            self._can = result_of(self._pending_capabilities, late, START_TIMEOUT_S)[0]
         return self._can
 
     @property
@@ -166,7 +166,7 @@ class ModelWorkers:
     def weights_manifest(self) -> Future[tuple[dict[str, Entry], str]]:
         """Return the manifest that all versions of a stream have, and the address at which they are read."""
         found = self._group.submit(Role.weights_manifest, Broadcast((self.wire_format,)))
-        return _then(found, lambda told: next(one for one in told if one is not None))
+        return _then(found, lambda every: next(one for one in every if one is not None))
 
     def stream_weights(self, version: int, probes: Sequence[np.ndarray], readers: Readers) -> Future[Sent]:
         """Send the weights as `send_weights` does, to readers that read during the call. No copy is kept."""
@@ -175,7 +175,7 @@ class ModelWorkers:
 
     def lose_reader(self, turn: int, reader: int) -> Future[None]:
         """Report that this reader of a stream has stopped. The workers are informed at once, also during a call."""
-        return _then(self._group.beside(Role.lose_reader, (turn, reader)), lambda _: None)
+        return _then(self._group.call_at_once(Role.lose_reader, (turn, reader)), lambda _: None)
 
     def published(self, version: int) -> Future[None]:
         """Declare the present weights to be this version, for runs that are replayed. `send_weights` includes this
@@ -184,7 +184,7 @@ class ModelWorkers:
 
     def release_weights(self, version: int) -> Future[None]:
         """Report that all replicas have this version. The workers are informed at once, also during a call."""
-        return _then(self._group.beside(Role.release_weights, (version, self.parameters)), lambda _: None)
+        return _then(self._group.call_at_once(Role.release_weights, (version, self.parameters)), lambda _: None)
 
     def save(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.save, Broadcast((path,))), lambda _: None)
@@ -199,15 +199,15 @@ class ModelWorkers:
 
     def forget(self) -> Future[None]:
         """Delete a snapshot that was not written, also during a call."""
-        return _then(self._group.beside(Role.forget), lambda _: None)
+        return _then(self._group.call_at_once(Role.forget), lambda _: None)
 
     def write(self, path: Path, hf_path: Path | None) -> Future[None]:
         """Start to write the snapshot, also during a call. It delays no call."""
-        return _then(self._group.beside(Role.write, (path, hf_path)), lambda _: None)
+        return _then(self._group.call_at_once(Role.write, (path, hf_path)), lambda _: None)
 
     def written(self) -> Future[bool]:
         """Return True once all ranks have written their snapshots. Works during a call too."""
-        return _then(self._group.beside(Role.written), all)
+        return _then(self._group.call_at_once(Role.written), all)
 
     def load(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.load, Broadcast((path,))), lambda _: None)

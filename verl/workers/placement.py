@@ -64,17 +64,17 @@ class Placement:
         if measured is None or not able:
             return await replica.sleep(level)
         before = measured()
-        told = await replica.sleep(level)
-        if (freed := measured() - before) < (least := told // 2 or LEAST):
-            said = f"it told of {told / 1e6:,.0f} MB, and of its device {freed / 1e6:,.0f} MB came free"
-            raise RuntimeError(f"asleep, {said}: at least {least / 1e6:,.0f} MB were to make room for training")
-        return told
+        found = await replica.sleep(level)
+        if (freed := measured() - before) < (least := found // 2 or LEAST):
+            message = f"it told of {found / 1e6:,.0f} MB, and of its device {freed / 1e6:,.0f} MB came free"
+            raise RuntimeError(f"asleep, {message}: at least {least / 1e6:,.0f} MB were to make room for training")
+        return found
 
     async def _awaited(self, number: int, job: Awaitable[T], what: str) -> T | None:
         """Await a job of one replica. If it fails and there are several replicas, this one is given up and the others
         continue."""
         try:
-            return await self.waits.wait(job, who="placement", what=what, timeout_s=self.timeout_s)
+            return await self.waits.wait(job, waiter="placement", what=what, timeout_s=self.timeout_s)
         except Exception as e:
             if not (replica := self.replicas[number]).replaceable:
                 raise

@@ -63,10 +63,10 @@ class Pool:
     @property
     def bundle(self) -> dict[str, float]:
         """The resources of one rank, by Ray's names."""
-        asked = {"CPU": self.cpus_per_rank, "GPU": self.gpus_per_rank}
+        wanted = {"CPU": self.cpus_per_rank, "GPU": self.gpus_per_rank}
         if self.resource:
-            asked[self.resource] = self.resource_per_rank
-        return {name: amount for name, amount in asked.items() if amount > 0}
+            wanted[self.resource] = self.resource_per_rank
+        return {name: amount for name, amount in wanted.items() if amount > 0}
 
 
 def fit_alone(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str | None:
@@ -93,12 +93,12 @@ def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, flo
         if (short := fit_alone(name, pool, nodes)) is not None:
             return short
     groups = [{what: each * p.ranks_per_node for what, each in p.bundle.items()} for p in pools.values()]
-    asked = [group for group, pool in zip(groups, pools.values(), strict=True) for _ in range(pool.nodes)]
+    requested = [group for group, pool in zip(groups, pools.values(), strict=True) for _ in range(pool.nodes)]
     kinds = sorted({what for group in groups for what in group})
     has = {node: {what: of.get(what, 0.0) for what in kinds} for node, of in nodes.items()}
-    if _placed(sorted(asked, key=lambda group: -sum(group.values())), [*has.values()]):
+    if _placed(sorted(requested, key=lambda group: -sum(group.values())), [*has.values()]):
         return None
-    sums = [(what, sum(g.get(what, 0.0) for g in asked), sum(of[what] for of in has.values())) for what in kinds]
+    sums = [(what, sum(g.get(what, 0.0) for g in requested), sum(of[what] for of in has.values())) for what in kinds]
     lacking = ", ".join(
         f"{wanted:g} {what} where there are {there:g}" for what, wanted, there in sums if wanted > there
     )
@@ -114,8 +114,8 @@ def seen(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) ->
     """Return one line of text with the nodes, their resources, and the pools on them."""
     kinds = dict.fromkeys(["GPU", "CPU", *(what for pool in pools.values() for what in pool.bundle)])
     has = [f"{node} has {', '.join(f'{of[k]:g} {k}' for k in kinds if of.get(k))}" for node, of in nodes.items()]
-    asked = [f"{name} ({pool.nodes} x {pool.ranks_per_node} ranks)" for name, pool in pools.items()]
-    return f"cluster: {len(nodes)} nodes ({'; '.join(has)}) hold pools {', '.join(asked)}"
+    wanted = [f"{name} ({pool.nodes} x {pool.ranks_per_node} ranks)" for name, pool in pools.items()]
+    return f"cluster: {len(nodes)} nodes ({'; '.join(has)}) hold pools {', '.join(wanted)}"
 
 
 def _placed(groups: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
@@ -223,6 +223,6 @@ def _least_loaded(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> str:
     """Return the name of the pool with the least load among those with as many ranks, the devices and the dtype of
     `main`; `main` itself if loads are equal."""
     main = pools[MAIN]
-    asked = (main.ranks, main.gpus_per_rank, main.resource, main.dtype)
-    able = [name for name, p in pools.items() if (p.ranks, p.gpus_per_rank, p.resource, p.dtype) == asked]
+    wanted = (main.ranks, main.gpus_per_rank, main.resource, main.dtype)
+    able = [name for name, p in pools.items() if (p.ranks, p.gpus_per_rank, p.resource, p.dtype) == wanted]
     return min(able, key=lambda name: sum(LOAD.get(role, 1) for role, at in lives.items() if at == name))

@@ -67,7 +67,7 @@ class RoleSpec:
     options: Any
     context: EngineContext
     proven: bool = False  # The forward pass is compared with the model's own at start.
-    apart: bool = False  # One worker sends requests to a server, whatever the layout.
+    behind_server: bool = False  # One worker sends requests to a server, whatever the layout.
     share_prefix: bool = True  # A prompt is computed once per group, if the engine can.
     outlet: Outlet | None = None  # The sender of its weights, in `sync_dtype`.
     sync_dtype: str = "float32"
@@ -184,10 +184,10 @@ class Role:
         if not self._first:
             return
         found = self.queue.read(refs, [f"{column}/{name}" for column in outputs.values() for name in names])
-        said = {c: torch.stack([found[f"{c}/{name}"].values for name in names]) for c in outputs.values()}
-        drawn, offsets = said[outputs["logprobs"]], found[f"{outputs['logprobs']}/{names[0]}"].offsets
+        result = {c: torch.stack([found[f"{c}/{name}"].values for name in names]) for c in outputs.values()}
+        drawn, offsets = result[outputs["logprobs"]], found[f"{outputs['logprobs']}/{names[0]}"].offsets
         if shares:
-            assert len(said) == 1, "the configuration refuses mixtures of the likeliest tokens"
+            assert len(result) == 1, "the configuration refuses mixtures of the likeliest tokens"
             logs = torch.tensor(shares, dtype=drawn.dtype).log()
             merged = {outputs["logprobs"]: torch.logsumexp(drawn + logs[:, None], 0)}
         else:
@@ -196,7 +196,7 @@ class Role:
             of = torch.from_numpy(np.repeat(np.array(numbers, np.int64), np.diff(offsets)))
             sums = torch.zeros(len(names), len(known), dtype=torch.float64).index_add_(1, of, drawn.double())
             best, at = sums.argmax(0)[of], torch.arange(len(of))
-            merged = {column: values[best, at] for column, values in said.items()}
+            merged = {column: values[best, at] for column, values in result.items()}
         self.queue.write(refs, {column: Ragged(values, offsets) for column, values in merged.items()})
 
     def logprobs(self, step: RankStep) -> list[np.ndarray]:

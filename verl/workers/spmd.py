@@ -89,7 +89,7 @@ class SpmdDrivers:
         self._meetings = Meetings(dist.PrefixStore("beside", store), number, layout.world_size, timeout_s)
         self._lock = threading.Lock()
         self._pending: set[Future[Any]] = set()
-        self._gone: WorkerDied | None = None
+        self._death: WorkerDied | None = None
         self._death_seen, self._failed = threading.Event(), False
         self._watched: dict[int, tuple[int, int]] = {}  # a descriptor of a process -> its rank and number
         self._calls: queue.SimpleQueue[tuple[Future[Any], str, Callable[[], Any]] | None] = queue.SimpleQueue()
@@ -103,7 +103,7 @@ class SpmdDrivers:
 
     @property
     def broken(self) -> bool:
-        return self._failed or self._meetings.waits or bool(self._pending) or self._gone is not None
+        return self._failed or self._meetings.waits or bool(self._pending) or self._death is not None
 
     def gather(self, value: T) -> Future[list[T]]:
         return self.together("gather", lambda: value)
@@ -117,8 +117,8 @@ class SpmdDrivers:
     def alone(self, fn: Callable[[], T]) -> T:
         """Run a function in the calling thread, independently of the queued calls. If other processes take part in it,
         a broken connection is raised as the death of one of them, and an expired wait as a late rank."""
-        if self._gone is not None:
-            raise self._gone
+        if self._death is not None:
+            raise self._death
         try:
             return fn()
         except OSError:
@@ -126,8 +126,8 @@ class SpmdDrivers:
         except Exception as e:
             error = typed_error(e)
             if not isinstance(error, RankLate) and self._death_seen.wait(FENCE_S):
-                assert self._gone is not None
-                raise self._gone from None
+                assert self._death is not None
+                raise self._death from None
             raise error from None
 
     def together(self, name: str, fn: Callable[[], T]) -> Future[list[T]]:
@@ -136,10 +136,10 @@ class SpmdDrivers:
         future: Future[list[T]] = Future()
         with self._lock:
             self._pending.add(future)
-            gone = self._gone
+            missing = self._death
         future.add_done_callback(self._pending.discard)
-        if gone is not None:
-            future.set_exception(gone)
+        if missing is not None:
+            future.set_exception(missing)
         else:
             self._calls.put((future, name, fn))
         return future
@@ -155,7 +155,7 @@ class SpmdDrivers:
         """End this process at once if a call failed or is pending: Python would wait for threads that hang in a
         collective, or be aborted by it."""
         if self.broken:
-            if self.number == 0 and self._gone is None:  # a stopped process does not react to torchrun
+            if self.number == 0 and self._death is None:  # a stopped process does not react to torchrun
                 for fd in list(self._watched):
                     with contextlib.suppress(OSError):
                         signal.pidfd_send_signal(fd, signal.SIGKILL)
@@ -192,8 +192,8 @@ class SpmdDrivers:
             if not isinstance(e, TimeoutError) and self._death_seen.wait(
                 FENCE_S
             ):  # a broken connection: a process has died
-                assert self._gone is not None
-                raise self._gone from None
+                assert self._death is not None
+                raise self._death from None
             if answer.error is None:
                 raise
             self._store.set(f"why/{self.number}", f"{type(answer.error).__name__}: {answer.error}")
@@ -228,14 +228,14 @@ class SpmdDrivers:
             if self._store.check([f"why/{number}"]):
                 why = self._store.get(f"why/{number}").decode()
         with self._lock:
-            if self._gone is not None:
+            if self._death is not None:
                 return
-            self._gone = self._meetings.death = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
+            self._death = self._meetings.death = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
             pending = list(self._pending)
         self._death_seen.set()
         for future in pending:
             with contextlib.suppress(InvalidStateError):
-                future.set_exception(self._gone)
+                future.set_exception(self._death)
         _exit_soon()
 
 
@@ -269,7 +269,7 @@ class SpmdGroup:
         mine = args.args if isinstance(args, Broadcast) else args[self._drivers.number]
         return self._drivers.together(f"{self.name}.{method.__name__}", partial(method, self._worker, *mine))
 
-    def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
+    def call_at_once(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
         """Call the method of this process's rank only. The other processes do the same, and exchange results if
         necessary."""
         future: Future[list[T]] = Future()
@@ -286,7 +286,7 @@ class SpmdGroup:
 class SpmdCluster:
     """A `Cluster` with one rank of every model in this process. Workers without a model run in each process."""
 
-    apart = False
+    own_processes = False
 
     def __init__(self, layout: Layout, drivers: SpmdDrivers) -> None:
         self.layout, self.drivers = layout, drivers

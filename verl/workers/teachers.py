@@ -19,7 +19,7 @@ from verl.workers.waits import DeadlineExpired, from_thread, result_of
 
 logger = logging.getLogger(__name__)
 A = TypeVar("A")
-Asked = Mapping[str, tuple[Refs, Future[frozenset[str]]]]
+ScoreRequests = Mapping[str, tuple[Refs, Future[frozenset[str]]]]
 
 
 class Teachers(ModelWorkers):
@@ -52,22 +52,22 @@ class Teachers(ModelWorkers):
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
         """Compute the outputs as `ModelWorkers.infer` does. The rows of a dead teacher count as rows without finite
         output."""
-        asked = {}
+        wanted = {}
         for name, member in self._members.items():
             own = Refs(r for r in refs if r.teacher == name) if self._pick == "task" else refs
             to = outputs if self._pick == "task" else {o: f"{column}/{name}" for o, column in outputs.items()}
             if own:
-                asked[name] = own, _failed(self._dead[name]) if name in self._dead else member.infer(own, to)
-        return from_thread(lambda: self._settle(refs, asked, outputs))
+                wanted[name] = own, _failed(self._dead[name]) if name in self._dead else member.infer(own, to)
+        return from_thread(lambda: self._settle(refs, wanted, outputs))
 
     def take_metrics(self) -> Future[Metrics]:
         """Return the metrics of the living teachers, with the teacher's name in theirs, and for each teacher the share
         of samples without output in the last call."""
-        asked = {name: member.take_metrics() for name, member in self._members.items() if name not in self._dead}
+        wanted = {name: member.take_metrics() for name, member in self._members.items() if name not in self._dead}
 
         def counted() -> Metrics:
             out, self._counted = self._counted, {}
-            for name, answer in asked.items():
+            for name, answer in wanted.items():
                 with contextlib.suppress(WorkerDied):  # its death was reported when it happened
                     out |= {f"{figure}/{name}": m for figure, m in self._result(answer, name).items()}
             return out
@@ -78,9 +78,9 @@ class Teachers(ModelWorkers):
         for member in self._members.values():
             member.close(timeout_s)
 
-    def _settle(self, refs: Refs, asked: Asked, outputs: Mapping[str, str]) -> frozenset[str]:
+    def _settle(self, refs: Refs, requests: ScoreRequests, outputs: Mapping[str, str]) -> frozenset[str]:
         failed, dead, until_s = dict[str, frozenset[str]](), dict[str, Exception](), time.monotonic() + self._timeout_s
-        for name, (own, answer) in asked.items():
+        for name, (own, answer) in requests.items():
             try:
                 failed[name] = self._result(answer, name, max(0.0, until_s - time.monotonic()))
             except (WorkerDied, DeadlineExpired) as e:  # its death was reported when it happened
@@ -89,7 +89,7 @@ class Teachers(ModelWorkers):
                     late = f"teacher {name} did not answer within {self._timeout_s:g} s"
                     logger.warning("%s; its samples are Invalid from now on, the other teachers go on", late)
         self._dead |= dead
-        counts = {name: (float(len(failed[name])), float(len(own))) for name, (own, _) in asked.items()}
+        counts = {name: (float(len(failed[name])), float(len(own))) for name, (own, _) in requests.items()}
         self._counted = {f"invalid/{name}": Metric(*count, "sequence") for name, count in counts.items()}
         left = [member for name, member in self._members.items() if name not in self._dead]
         if not left:

@@ -57,8 +57,8 @@ class Limit:
     only for verl's own code, since the block must end when it is cancelled. moved_s: returns the time of the last
     progress by the loop's clock, from which the deadline counts again; `float` returns 0: no progress is reported."""
 
-    def __init__(self, waits: Waits, who: str, what: What, timeout_s: float, moved_s: Callable[[], float] = float):
-        self._waits, self._who, self._what, self._timeout_s, self._moved_s = waits, who, what, timeout_s, moved_s
+    def __init__(self, waits: Waits, waiter: str, what: What, timeout_s: float, moved_s: Callable[[], float] = float):
+        self._waits, self._waiter, self._what, self._timeout_s, self._moved_s = waits, waiter, what, timeout_s, moved_s
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
@@ -81,19 +81,19 @@ class Limit:
         self._timer.cancel()
         del self._waits.waiting[self]
         # cancelled by another part, which wants it to end
-        asked = self._task.uncancel() if self._expired else self._task.cancelling()
-        if isinstance(error, asyncio.CancelledError) and asked <= self._already:
-            what, others = self.told()["what"], [f"{w['who']}: {w['what']}" for w in self._waits.pending()]
+        wanted = self._task.uncancel() if self._expired else self._task.cancelling()
+        if isinstance(error, asyncio.CancelledError) and wanted <= self._already:
+            what, others = self.description()["what"], [f"{w['who']}: {w['what']}" for w in self._waits.pending()]
             if not self._expired:
-                raise Abandoned(f"{self._who} waited for {what}, which was cancelled") from None
+                raise Abandoned(f"{self._waiter} waited for {what}, which was cancelled") from None
             more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
             also = f"; also pending: {'; '.join(others[:NAMED])}{more}" if others else ""
-            raise DeadlineExpired(f"{self._who} waited {self._timeout_s:g} s for {what}{also}") from None
+            raise DeadlineExpired(f"{self._waiter} waited {self._timeout_s:g} s for {what}{also}") from None
 
-    def told(self) -> dict[str, object]:
+    def description(self) -> dict[str, object]:
         """Return the waiting part, the awaited result, and the seconds so far and at most."""
         what, waited_s = self._what if isinstance(self._what, str) else self._what(), self._loop.time() - self._since_s
-        return {"who": self._who, "what": what, "waiting_s": round(waited_s, 1), "timeout_s": self._timeout_s}
+        return {"who": self._waiter, "what": what, "waiting_s": round(waited_s, 1), "timeout_s": self._timeout_s}
 
 
 class Waits:
@@ -104,7 +104,7 @@ class Waits:
         self.waiting: dict[Limit, None] = {}  # in order
 
     async def wait(
-        self, job: Awaitable[T], *, who: str, what: What, timeout_s: float, moved_s: Callable[[], float] = float
+        self, job: Awaitable[T], *, waiter: str, what: What, timeout_s: float, moved_s: Callable[[], float] = float
     ) -> T:
         """Await a job within a `Limit` and return its result. A coroutine is cancelled when the limit expires, and has
         ended before this returns. A future or task, which other parts may use, continues unless the waiter itself is
@@ -112,7 +112,7 @@ class Waits:
         future = asyncio.ensure_future(job)
         future.add_done_callback(lambda f: f.cancelled() or f.exception())  # a late error is not "never retrieved"
         try:
-            with Limit(self, who, what, timeout_s, moved_s):
+            with Limit(self, waiter, what, timeout_s, moved_s):
                 await asyncio.wait({future})
                 return future.result()
         except (DeadlineExpired, asyncio.CancelledError) as error:
@@ -121,7 +121,7 @@ class Waits:
             raise
 
     def pending(self) -> list[dict[str, object]]:
-        return [limit.told() for limit in self.waiting]
+        return [limit.description() for limit in self.waiting]
 
     def dump(self, *, older_than_s: float) -> None:
         """Write the pending waits to the file, unless it was written less than `older_than_s` ago. A full disk is

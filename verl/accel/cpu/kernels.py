@@ -247,5 +247,5 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine() + platform.processor()
-    told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return platform.machine() + "".join(told)
+    found = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return platform.machine() + "".join(found)

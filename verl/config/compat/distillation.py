@@ -91,6 +91,6 @@ def _teachers(given: Given) -> Result:
             fix = "give what the rows of its task have as data_source (or in the column `teacher`)"
             raise Refused(f"{row}=null beside other teachers: {fix}")
     if len({*names.values()}) < len(names):
-        said = " and ".join(f"{row}={given.value(row)}" for row in names)
-        raise Refused(f"{said}: one teacher would be left out; give each a key of its own, which the rows name")
+        message = " and ".join(f"{row}={given.value(row)}" for row in names)
+        raise Refused(f"{message}: one teacher would be left out; give each a key of its own, which the rows name")
     return {"teacher.paths": {names[row]: path for row, path in paths.items()}}

@@ -80,5 +80,5 @@ class Given:
     @property
     def schedule(self) -> str | None:
         """Return the schedule of verl's optimizer group for the named model engine, if it is not constant."""
-        said = next((str(self.values[key]) for key in _MODEL_ENGINE if self.values.get(key)), "")
-        return _SCHEDULES.get(said.removesuffix("_actor"))
+        found = next((str(self.values[key]) for key in _MODEL_ENGINE if self.values.get(key)), "")
+        return _SCHEDULES.get(found.removesuffix("_actor"))

@@ -56,7 +56,7 @@ def _options(args: Sequence[str | Argument]) -> tuple[dict[str, str], list[str |
 
 
 def _of_options(options: Mapping[str, str], main: str | None) -> list[Argument]:
-    said = [Argument(name, text, text) for name, text in options.items()]
+    found = [Argument(name, text, text) for name, text in options.items()]
     path, name = options.get("--config-path"), options.get("--config-name")
     folder = Path((path or options.get("--config-dir", ".")).removeprefix("file://")).expanduser()
     if name is None and path is not None:
@@ -65,7 +65,7 @@ def _of_options(options: Mapping[str, str], main: str | None) -> list[Argument]:
         if folder.is_absolute() and not (folder / f"{main}.yaml").is_file():
             raise Refused(f"--config-path={path}: no {main}.yaml there; give --config-name=FILE beside it")
         name = main
-    return said if name is None else [*said, *_of_file(folder, name, ())]
+    return found if name is None else [*found, *_of_file(folder, name, ())]
 
 
 def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argument]:
@@ -94,8 +94,8 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
         tree.pop("hydra", None)
         yield from (argument_of(str(key), value) for key, value in tree.items())
     elif packaged is None:
-        said = "no such file; give the folder of yours as an absolute --config-path"
-        raise Refused(f"--config-name={name}: {path.absolute()}: {said}")
+        message = "no such file; give the folder of yours as an absolute --config-path"
+        raise Refused(f"--config-name={name}: {path.absolute()}: {message}")
     elif packaged[1]:
         yield Argument("model_engine", packaged[1], packaged[1])
 

@@ -60,21 +60,21 @@ def offload(given: Given) -> Result:
             "a CPU's are in host memory already (model.engine_options.offload_* puts them into files)", *OFFLOAD
         )
         return {}
-    said = {f"model.engine_options.{own}": given.value(key) for key, own in OFFLOAD.items()}
-    return {target: value for target, value in said.items() if value is not None}
+    found = {f"model.engine_options.{own}": given.value(key) for key, own in OFFLOAD.items()}
+    return {target: value for target, value in found.items() if value is not None}
 
 
 def layout(given: Given) -> Result:
     """Return cluster.* and parallel.* if cluster.backend=ray is given, or if the devices exist: on this machine, or in
     the cluster at cluster.address or RAY_ADDRESS."""
-    asked, keys = given.native.get("cluster.backend"), tuple(key for of in SHARES.values() for key in of)
-    if asked in (None, "inproc") and not over_ray(given):
+    wanted, keys = given.native.get("cluster.backend"), tuple(key for of in SHARES.values() for key in of)
+    if wanted in (None, "inproc") and not over_ray(given):
         given.ignore(ONE_PROCESS, NODES, DEVICES, SHARDS, *keys)
         return {}
     nodes, ranks = int(given.own("cluster.nodes", _size(given, NODES))), _size(given, DEVICES)
     ranks = int(given.own("cluster.ranks_per_node", ranks))
     sizes = {target: max(_size(given, key) for key in of) for target, of in SHARES.items()}
-    out: Result = {"cluster.backend": asked or "ray"}
+    out: Result = {"cluster.backend": wanted or "ray"}
     if NODES in given.values:
         out["cluster.nodes"] = nodes
     if DEVICES in given.values:
@@ -104,8 +104,8 @@ def device(given: Given) -> Result:
 
 def over_ray(given: Given) -> bool:
     """Return True if the run uses Ray, by the same decision as in `layout`."""
-    asked = given.native.get("cluster.backend")
-    return asked == "ray" or (asked is None and _there(given))
+    wanted = given.native.get("cluster.backend")
+    return wanted == "ray" or (wanted is None and _there(given))
 
 
 def _there(given: Given) -> bool:

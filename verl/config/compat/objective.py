@@ -34,8 +34,8 @@ def objective(given: Given) -> Result:
         raise Refused(f"{loss_key}={loss}: this loss is not in this version; algorithm.loss=module:function is yours")
     bypass = given.value("algorithm.rollout_correction.bypass_mode")
     if bypass and loss != "vanilla":
-        said = "some of verl's trainers then take rollout_correction.loss_type for the loss, others the loss_mode"
-        raise Refused(f"{loss_key}={loss} with rollout_correction.bypass_mode: {said}; leave one of them out")
+        message = "some of verl's trainers then take rollout_correction.loss_type for the loss, others the loss_mode"
+        raise Refused(f"{loss_key}={loss} with rollout_correction.bypass_mode: {message}; leave one of them out")
     if preset is None and loss != "vanilla" and "algorithm.name" not in given.native:
         raise Refused(f"{loss_key}={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
     if preset == "ppo":
@@ -81,8 +81,8 @@ def _critic_is_like_ours(given: Given) -> None:
     if how != "token-mean":
         raise Refused(f"{mode}={how}: the critic's loss is a mean over tokens here; give {mode}=token-mean")
     if given.use_defaults and given.schedule and style not in given.values:
-        said = f"{style}={given.schedule} is the default of this model engine"
-        raise Refused(f"{said}: the critic's rate is constant after its warm-up here; give {style}=constant")
+        message = f"{style}={given.schedule} is the default of this model engine"
+        raise Refused(f"{message}: the critic's rate is constant after its warm-up here; give {style}=constant")
 
 
 def correction(given: Given) -> Result:
@@ -239,8 +239,8 @@ def _critic(given: Given) -> Result:
     for key, name in zip(keys, own):
         actors = given.need(f"{ACTOR}{name}")
         if given.value(key) not in (None, actors):
-            said = f"the critic follows the actor here ({name}={actors})"
-            raise Refused(f"{key}={given.value(key)}: {said}; leave it out")
+            message = f"the critic follows the actor here ({name}={actors})"
+            raise Refused(f"{key}={given.value(key)}: {message}; leave it out")
     given.ignore("the critic is updated with the actor", "critic.enable", *keys, mode)
     steps, ratio = (given.value(f"critic.optim.lr_warmup_steps{end}") for end in ("", "_ratio"))
     if steps is not None and steps > 0:
@@ -267,10 +267,10 @@ def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any
     objective."""
     if "algorithm.adv_estimator" in values or "algorithm.name" in native:
         return []
-    said = (
+    message = (
         "critic.* without algorithm.adv_estimator is PPO in verl: give algorithm.adv_estimator=gae (or grpo) beside it"
     )
-    return [said] if any(k.startswith("critic.") for k in values) else []
+    return [message] if any(k.startswith("critic.") for k in values) else []
 
 
 RULES = (objective, aggregation, correction, _clip, _kl_loss, kl_reward, filter, _critic, pf_ppo)

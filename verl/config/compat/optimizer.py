@@ -69,8 +69,8 @@ def optimizer(given: Given) -> Result:
     name = next((value for key in keys if (value := given.value(key)) is not None), None)
     for key in ("critic.optim.optimizer", "critic.optim.name"):
         if (critics := given.value(key)) not in (None, name or given.native.get("optim.name", "adamw")):
-            said = f"the critic has the optimizer of the actor here ({name or 'adamw'})"
-            raise Refused(f"{key}={critics}: {said}; leave it out, or set the actor's")
+            message = f"the critic has the optimizer of the actor here ({name or 'adamw'})"
+            raise Refused(f"{key}={critics}: {message}; leave it out, or set the actor's")
         given.ignore("the critic has the optimizer of the actor", key)
     out: Result = {} if name is None else {"optim.name": name}
     for own, (of, default) in _MUON.items():

@@ -45,9 +45,9 @@ def _rollout_engine(given: Given) -> Result:
     for of in (of for of in have if of not in known.values()):
         given.ignore(f"rollout.engine={engine} has no such choice; rollout.engine={' or '.join(have[of])} has", of)
     for kwarg in (key for key in given.values if key.startswith(KWARGS) and given.reads(key, "rollout_engine")):
-        whose, _, option = kwarg.removeprefix(KWARGS).partition(".")
-        if whose != engine or given.value(kwarg) is None:
-            why = f"read by rollout.engine={whose}" if whose != engine else "has no effect at null"
+        owner, _, option = kwarg.removeprefix(KWARGS).partition(".")
+        if owner != engine or given.value(kwarg) is None:
+            why = f"read by rollout.engine={owner}" if owner != engine else "has no effect at null"
             given.ignore(why, kwarg)
             continue
         own = {field.name for field in fields(import_object(ROLLOUT_ENGINES[engine].options))}
@@ -263,14 +263,14 @@ def _directory(given: Given) -> Result:
 
 def _logger(given: Given) -> Result:
     sinks = {"console": "console", "wandb": "wandb", "tensorboard": "tensorboard", "file": "jsonl"}
-    said = given.value("trainer.logger")
-    names = [str(n) for n in said] if isinstance(said, list) else [str(said)]
+    found = given.value("trainer.logger")
+    names = [str(n) for n in found] if isinstance(found, list) else [str(found)]
     absent = {n: "is not installed" for n in names if n in ("wandb", "tensorboard") and find_spec(n) is None}
     absent |= {n: "is not in this version" for n in names if n not in sinks}
     kept = [sinks[n] for n in names if n not in absent] or ["jsonl"]
     if absent:
-        said = ", ".join(f"{name} {why}" for name, why in absent.items())
-        given.remarks["trainer.logger"] = f"{said}: metrics go to {', '.join(kept)}"
+        found = ", ".join(f"{name} {why}" for name, why in absent.items())
+        given.remarks["trainer.logger"] = f"{found}: metrics go to {', '.join(kept)}"
     return {"track.sinks": kept}
 
 
@@ -293,8 +293,8 @@ def _reward_model(given: Given) -> Result:
         raise Refused(f"{both} contradict each other: leave one of them out")
     functions = [f"{p}custom_reward_function.path" for p in ("reward.", "")]
     if given.first(*functions) is not None:
-        said = "verl's function calls the model at an address, and there is none here"
-        raise Refused(f"{switch}=True with custom_reward_function.path: {said}; leave one of them out")
+        message = "verl's function calls the model at an address, and there is none here"
+        raise Refused(f"{switch}=True with custom_reward_function.path: {message}; leave one of them out")
     return {"reward.model": next(iter(folders.values()))}
 
 

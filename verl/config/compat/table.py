@@ -184,21 +184,21 @@ def same_value(value: Any, text: str) -> bool:
 
 def unknown_key(key: str, origin: str = "", value: str = "VALUE") -> str:
     """Return the line for an unknown key, with the nearest keys of both vocabularies."""
-    said = f"unknown key {key!r}" + (f" ({origin})" if origin else "")
+    message = f"unknown key {key!r}" + (f" ({origin})" if origin else "")
     if (moved := moved_line(key, value)) is not None:
-        return f"{said}: {moved}"
+        return f"{message}: {moved}"
     below = [name for name in leaves() if name.startswith(f"{key}.")]
     if below:
-        return f"{said}: a section; its keys are {', '.join(below)}"
+        return f"{message}: a section; its keys are {', '.join(below)}"
     if key in DISTILLATION:
-        return f"{said}: TRL's name; here: {DISTILLATION[key]}"
+        return f"{message}: TRL's name; here: {DISTILLATION[key]}"
     rows = key_rows()
     if key in rows and rows[key].action == "mapped":
-        return f"{said}: verl's name, only on the command line; here it is {' and '.join(rows[key].targets)}"
+        return f"{message}: verl's name, only on the command line; here it is {' and '.join(rows[key].targets)}"
     section, _, name = key.rpartition(".")
     if section in ("", "algorithm") and name in knobs():
-        return f"{said}: write {written(name, value)}"
+        return f"{message}: write {written(name, value)}"
     theirs = (k for k in rows if not k.endswith(".*") and k not in leaves())
     options = (f"algorithm.options.{name}" for name, option in knobs().items() if option and section == "algorithm")
     near = nearest(key, [*leaves(), *option_keys(), *options, *theirs])
-    return f"{said}: " + (f"did you mean {' or '.join(near)}?" if near else "see `verl show config` for all keys")
+    return f"{message}: " + (f"did you mean {' or '.join(near)}?" if near else "see `verl show config` for all keys")

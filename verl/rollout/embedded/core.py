@@ -316,13 +316,13 @@ class EngineCore:
 
     def in_sets(self, name: str | None = None) -> bool:
         """Return True if requests of this LoRA set (None: of any) are waiting or resident."""
-        found = {request.asked.parameters for request in self.requests()} - {POLICY_SET.id}
+        found = {request.given.parameters for request in self.requests()} - {POLICY_SET.id}
         return bool(found) if name is None else name in found
 
     def _start_spans(self, name: str, version: int) -> None:
         """Start a new span of tokens in the resident requests of a parameter set."""
         for row, request in enumerate(self.running.requests):
-            if request.asked.parameters == name:
+            if request.given.parameters == name:
                 request.start_span(version, int(self.running.count[row]))
 
     def sleep(self, level: int) -> int:
@@ -347,7 +347,7 @@ class EngineCore:
             request = self.waiting.popleft()
             if not len(request.ids):  # a preempted request keeps the number of its first admission
                 request.cached_tokens = cached
-            request.start_span(self.sets.get(request.asked.parameters, self.version), len(request.ids))
+            request.start_span(self.sets.get(request.given.parameters, self.version), len(request.ids))
             self.running.add(request, self.runner.max_context_tokens)
         return self._append(first, *admission.sample(self.running.sampling(first, self.running.n)))
 
@@ -356,7 +356,7 @@ class EngineCore:
         running = self.running
         self._sampled += len(ids)
         if not np.isfinite(logprobs).all():
-            bad = [running.requests[first + i].asked.id for i in np.flatnonzero(~np.isfinite(logprobs))]
+            bad = [running.requests[first + i].given.id for i in np.flatnonzero(~np.isfinite(logprobs))]
             raise FloatingPointError(f"version {self.version} gave non-finite logits for requests {bad[:8]}")
         code, stops = running.append(first, first + len(ids), ids, logprobs)
         ended = first + np.flatnonzero(code)

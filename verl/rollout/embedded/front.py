@@ -190,7 +190,7 @@ class EmbeddedEngine(BaseEngine):
         the tokens that they have."""
         while self._core.in_sets():
             if not self._can_step:
-                await self._abort([one for one in self._core.requests() if one.asked.parameters != POLICY_SET.id])
+                await self._abort([one for one in self._core.requests() if one.given.parameters != POLICY_SET.id])
             else:
                 await self._run_and_serve(control)
 
@@ -361,7 +361,7 @@ class EmbeddedEngine(BaseEngine):
     def _add(self, request: ActiveRequest) -> None:
         """Add a request to the core, or fail its call if its LoRA set ended while it waited."""
         try:
-            self._core.check_set(request.asked.id, request.asked.parameters)
+            self._core.check_set(request.given.id, request.given.parameters)
         except ValueError as e:
             if (future := self._pop_pending(request)) is not None and not future.done():
                 future.set_exception(e)
@@ -415,7 +415,7 @@ class EmbeddedEngine(BaseEngine):
             raise ValueError(f"{mode!r}: what happens to running requests is one of 'keep', 'wait', 'abort'")
         if mode == "abort":
             every = [*self._core.requests(), *self._held]
-            await self._abort([one for one in every if name in (None, one.asked.parameters)])
+            await self._abort([one for one in every if name in (None, one.given.parameters)])
         while mode == "wait" and (self._core.busy if name is None else self._core.in_sets(name)):
             if not self._can_step:
                 still = f"{len(self._pending)} requests stand still (paused or asleep) and cannot finish"
@@ -456,16 +456,16 @@ class EmbeddedEngine(BaseEngine):
 
     def _report_tokens(self, news: Sequence[News]) -> None:
         for request, ids, logprobs in news:
-            owner, _ = self._pending.get(request.asked.id, (None, None))
-            if owner is request and request.asked.on_tokens is not None:
-                request.asked.on_tokens(ids, logprobs)
+            owner, _ = self._pending.get(request.given.id, (None, None))
+            if owner is request and request.given.on_tokens is not None:
+                request.given.on_tokens(ids, logprobs)
 
     def _pop_pending(self, request: ActiveRequest) -> asyncio.Future[Completion] | None:
         """Return the caller's future. An id may be used again after its call, so the request itself is compared."""
-        owner, future = self._pending.get(request.asked.id, (None, None))
+        owner, future = self._pending.get(request.given.id, (None, None))
         if owner is not request:
             return None
-        del self._pending[request.asked.id]
+        del self._pending[request.given.id]
         return future
 
     def _driver_ended(self, driver: asyncio.Task[None]) -> None:

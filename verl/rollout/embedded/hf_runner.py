@@ -120,9 +120,9 @@ class HfRunner:
         longest = 0
         if resident:
             return None
-        self._resident = waiting[0].asked.parameters
+        self._resident = waiting[0].given.parameters
         for request in islice(waiting, self.max_rows):
-            if request.asked.parameters != self._resident:
+            if request.given.parameters != self._resident:
                 break
             longest = max(longest, len(request.context()))
             if prompts and longest * (len(prompts) + 1) > self._max_prefill_tokens:

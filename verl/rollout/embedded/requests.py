@@ -25,7 +25,7 @@ class ActiveRequest:
     """A request in an engine. `ids` and `logprobs` are the tokens that were sampled before it last lost its row (none,
     unless it was preempted)."""
 
-    asked: GenerateRequest
+    given: GenerateRequest
     ids: np.ndarray = field(default_factory=lambda: NO_IDS)
     logprobs: np.ndarray = field(default_factory=lambda: NO_LOGPROBS)
     span_starts: list[tuple[int, int]] = field(default_factory=list)
@@ -46,20 +46,20 @@ class ActiveRequest:
 
     def context(self) -> np.ndarray:
         """Return the ids that need resident KV before the next token can be sampled."""
-        prompt = self.asked.prompt_ids
+        prompt = self.given.prompt_ids
         return np.concatenate([prompt, self.ids]) if len(self.ids) else prompt
 
     def key(self) -> PromptKey:
         """Return the key by which the KV of its context is found."""
-        return self.asked.parameters, self.asked.media, self.context().tobytes()
+        return self.given.parameters, self.given.media, self.context().tobytes()
 
     def completion(self, reason: StopReason, stop: str | None = None) -> Completion:
         """Return the completion with the tokens of `ids`."""
         ends = [start for _, start in self.span_starts[1:]] + [len(self.ids)]
         spans = tuple((v, start, end) for (v, start), end in zip(self.span_starts, ends) if end > start)
-        name = self.asked.parameters
+        name = self.given.parameters
         return Completion(
-            self.asked.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens, parameters=name
+            self.given.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens, parameters=name
         )
 
 
@@ -115,8 +115,8 @@ class RunningRequests:
 
     def add(self, request: ActiveRequest, max_context_tokens: int) -> None:
         """Put a request into row n."""
-        row, s, tokens = self.n, request.asked.sampling, len(request.ids)
-        prompt = len(request.asked.prompt_ids)
+        row, s, tokens = self.n, request.given.sampling, len(request.ids)
+        prompt = len(request.given.prompt_ids)
         room = max_context_tokens - prompt
         limit, code = min(s.max_tokens, room), LENGTH if s.max_tokens <= room else CONTEXT_FULL
         drawn = (s.top_k, stream_of(s.seed, s.position), s.temperature, s.top_p, s.min_p)
@@ -129,7 +129,7 @@ class RunningRequests:
         self._ids[row, :tokens] = request.ids
         self._logprobs[row, :tokens] = request.logprobs
         self._strings += bool(s.stop)
-        self._followed += request.asked.on_tokens is not None
+        self._followed += request.given.on_tokens is not None
         self.requests.append(request)
         self.n += 1
 
@@ -173,7 +173,7 @@ class RunningRequests:
         found: list[News] = []
         for row, request in enumerate(self.requests if self._followed else ()):
             since, count = request.reported, int(self.count[row])
-            if request.asked.on_tokens is not None and count > since:
+            if request.given.on_tokens is not None and count > since:
                 request.reported = count
                 found.append((request, self._ids[row, since:count].copy(), self._logprobs[row, since:count].copy()))
         return found
@@ -192,8 +192,8 @@ class RunningRequests:
         stays = np.ones(self.n, bool)
         stays[removed] = False
         movers = kept + np.flatnonzero(stays[kept:])
-        self._strings -= sum(bool(self.requests[row].asked.sampling.stop) for row in removed)
-        self._followed -= sum(self.requests[row].asked.on_tokens is not None for row in removed)
+        self._strings -= sum(bool(self.requests[row].given.sampling.stop) for row in removed)
+        self._followed -= sum(self.requests[row].given.on_tokens is not None for row in removed)
         for source, hole in zip(movers, holes):
             self.requests[hole] = self.requests[source]
         del self.requests[kept:]
@@ -207,7 +207,7 @@ class RunningRequests:
         assert self._decode is not None, "a request with stop strings was admitted without a decode function"
         found: dict[int, str] = {}
         for row in range(lo, hi):
-            strings = self.requests[row].asked.sampling.stop
+            strings = self.requests[row].given.sampling.stop
             if strings and (match := find_stop(self._ids[row, : self.count[row]], strings, self._decode)) is not None:
                 found[row] = match
         return found

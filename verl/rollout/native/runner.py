@@ -254,7 +254,7 @@ class NativeRunner:
 
     def _need(self, request: ActiveRequest) -> int:
         """Return the tokens of KV that a request can have at its end, in whole pages if the KV is in pages."""
-        tokens = min(self.max_context_tokens, len(request.asked.prompt_ids) + request.asked.sampling.max_tokens)
+        tokens = min(self.max_context_tokens, len(request.given.prompt_ids) + request.given.sampling.max_tokens)
         return whole_pages(tokens) if self._paged is not None else tokens
 
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:

@@ -106,8 +106,8 @@ async def _answered(request: web.Request, handler: Handler) -> web.StreamRespons
         if e.status in CLOSING:
             answer.force_close()
     except web.HTTPRequestEntityTooLarge:
-        said = f"the body is larger than serve.max_body_mb={service.options.max_body_mb:g}"
-        answer = refusal(ApiError(413, said, code="body_too_large"))
+        message = f"the body is larger than serve.max_body_mb={service.options.max_body_mb:g}"
+        answer = refusal(ApiError(413, message, code="body_too_large"))
         answer.force_close()
     except web.HTTPException as e:
         answer = refusal(ApiError(e.status, _no_route(request, e.status), code="not_found"))
@@ -196,8 +196,8 @@ def _prompts(service: Service, body: CompletionBody) -> list[np.ndarray]:
     """Return the ids [P] of each prompt of a request: a text, texts, ids, or lists of ids."""
     given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
     if len(kinds := {type(one) for one in given}) > 1:
-        said = "prompt mixes texts, ids and lists of ids; one kind at a time"
-        raise ApiError(400, said, param="prompt", code="invalid_value")
+        message = "prompt mixes texts, ids and lists of ids; one kind at a time"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
     if kinds != {int}:
         service.check_count(len(given) * body.n)
     if kinds == {str}:
@@ -240,8 +240,8 @@ def _refuse_other_logprobs(drawn: CompletionBody | TokenSampling) -> None:
 
 def _check_model(service: Service, name: str | None) -> None:
     if name not in (None, service.options.name):
-        said = f"model={shown(repr(name))} is not here; this server has {service.options.name!r}"
-        raise ApiError(404, said, param="model", code="model_not_found")
+        message = f"model={shown(repr(name))} is not here; this server has {service.options.name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
 
 def _common(service: Service) -> dict[str, Any]:
@@ -311,11 +311,11 @@ def _detokenized(service: Service, fields: Mapping[str, Any]) -> bytes:
     body = typed(fields, DetokenizeBody)
     _check_model(service, body.model)
     if len(body.tokens) > (most := max(service.max_context_tokens, MOST_TOKENS)):
-        said = f"tokens holds {len(body.tokens):,}; at most {most:,} in one request"
-        raise ApiError(400, said, param="tokens", code="invalid_value")
+        message = f"tokens holds {len(body.tokens):,}; at most {most:,} in one request"
+        raise ApiError(400, message, param="tokens", code="invalid_value")
     if beyond := [i for i in body.tokens if i >= service.vocab_size]:
-        said = f"tokens holds {beyond[:3]}; the vocabulary is [0, {service.vocab_size})"
-        raise ApiError(400, said, param="tokens", code="invalid_value")
+        message = f"tokens holds {beyond[:3]}; the vocabulary is [0, {service.vocab_size})"
+        raise ApiError(400, message, param="tokens", code="invalid_value")
     return msgspec.json.encode({"prompt": service.texts.spell(body.tokens)})
 
 

@@ -92,8 +92,8 @@ class PassingSegments:
         self._parts: queue.SimpleQueue[tuple[UpdateInfo, Callable[[], object]] | SyncError | None] = queue.SimpleQueue()
 
     def tensors(self) -> Iterator[tuple[str, object]]:
-        while (told := self._next()) is not None:
-            part, done = told
+        while (found := self._next()) is not None:
+            part, done = found
             for name, tensor in _read(part):
                 self._loaded.append(name)
                 yield name, tensor
@@ -103,12 +103,12 @@ class PassingSegments:
         """Wait for the next segment, and return it with the function to call after it was read; None: it was the last
         one."""
         try:
-            told = self._parts.get(timeout=self._wait_s)
+            found = self._parts.get(timeout=self._wait_s)
         except queue.Empty:
-            told = SyncError(f"version {self.version}: no more of it came for {self._wait_s:g} s")
-        if isinstance(told, SyncError):
-            raise told
-        return told
+            found = SyncError(f"version {self.version}: no more of it came for {self._wait_s:g} s")
+        if isinstance(found, SyncError):
+            raise found
+        return found
 
     def give(self, part: UpdateInfo) -> asyncio.Future[None]:
         """Give the next segment to the engine, and return a future that is done when the engine has read it."""
@@ -190,8 +190,8 @@ class ControlPlane:
         service, update = request.app[SERVICE], self._begun()
         info = (await computed(request, lambda fields: typed(fields, UpdateBody))).update_info
         if not Path(info.path).name.startswith(SEGMENT):
-            said = f"path={shown(info.path)}: a file of sync.engine=shm is wanted ({SEGMENT}...)"
-            raise ApiError(400, said, param="path", code="invalid_value")
+            message = f"path={shown(info.path)}: a file of sync.engine=shm is wanted ({SEGMENT}...)"
+            raise ApiError(400, message, param="path", code="invalid_value")
         try:
             if update.parts and (update.live is not None or update.version != info.version):
                 raise SyncError(f"version {update.version} is being updated, and {info.path} is of {info.version}")
@@ -278,9 +278,9 @@ class ControlPlane:
     def _failed(self, service: Service, why: BaseException) -> ApiError:
         """Drop the update, stop all generation until a complete one, and return the error."""
         self._drop("it failed")
-        said = f"a weight update failed: {why or type(why).__name__}"
-        service.failed = f"{said}; nothing is generated before a whole update has succeeded"
-        return ApiError(500, said, code="weight_update_failed")
+        message = f"a weight update failed: {why or type(why).__name__}"
+        service.failed = f"{message}; nothing is generated before a whole update has succeeded"
+        return ApiError(500, message, code="weight_update_failed")
 
 
 def _mode(service: Service) -> PauseMode:
@@ -288,7 +288,7 @@ def _mode(service: Service) -> PauseMode:
     return "keep" if service.paused or service.asleep else "wait"
 
 
-def tells(what: Callable[[Service], dict[str, Any]]) -> Handler:
+def answers_with(what: Callable[[Service], dict[str, Any]]) -> Handler:
     """Return a handler that answers with `what(service)` as JSON."""
 
     async def handle(request: web.Request) -> web.Response:
@@ -388,10 +388,10 @@ def routes(plane: ControlPlane) -> list[web.RouteDef]:
         "/wake_up": wake_up,
     }
     gets: dict[str, Handler] = {
-        "/is_paused": tells(lambda service: {"is_paused": service.paused}),
-        "/is_sleeping": tells(lambda service: {"is_sleeping": bool(service.asleep)}),
-        "/weight_info": tells(lambda service: {"weight_version": service.live}),
-        "/get_world_size": tells(lambda service: {"world_size": 1}),
+        "/is_paused": answers_with(lambda service: {"is_paused": service.paused}),
+        "/is_sleeping": answers_with(lambda service: {"is_sleeping": bool(service.asleep)}),
+        "/weight_info": answers_with(lambda service: {"weight_version": service.live}),
+        "/get_world_size": answers_with(lambda service: {"world_size": 1}),
     }
     made = [web.post(path, handler) for path, handler in posts.items()]
     return [*made, *(web.get(path, handler, allow_head=False) for path, handler in gets.items())]

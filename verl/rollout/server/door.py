@@ -87,12 +87,14 @@ def check_caller(request: web.Request, key: str | None, host: str) -> None:
         return
     named = request.headers.getall("Host", [""])
     if not all(_is_own(name, host) for name in named):
-        said = f"Host: {named[-1][:60]} is no name of loopback; ask 127.0.0.1, or start the server with serve.api_key"
-        raise ApiError(403, said, code="invalid_host")
+        message = (
+            f"Host: {named[-1][:60]} is no name of loopback; ask 127.0.0.1, or start the server with serve.api_key"
+        )
+        raise ApiError(403, message, code="invalid_host")
     for origin in request.headers.getall("Origin", []):
         if urlsplit(origin).netloc != named[-1]:
-            said = f"Origin: {origin[:60]} is another site; a page of one may ask where it has the serve.api_key"
-            raise ApiError(403, said, code="invalid_origin")
+            message = f"Origin: {origin[:60]} is another site; a page of one may ask where it has the serve.api_key"
+            raise ApiError(403, message, code="invalid_origin")
 
 
 def check_encoding(request: web.Request) -> None:

@@ -53,6 +53,6 @@ class Metrics:
         yield "_count", below
 
 
-def _family(name: str, kind: str, said: str, samples: Iterable[tuple[str, float]]) -> list[str]:
-    head = [f"# HELP verl_{name} {said}", f"# TYPE verl_{name} {kind}"]
+def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> list[str]:
+    head = [f"# HELP verl_{name} {text}", f"# TYPE verl_{name} {kind}"]
     return [*head, *(f"verl_{name}{labels} {value}" for labels, value in samples)]

@@ -185,8 +185,10 @@ def decoded(raw: bytes) -> dict[str, Any]:
     lists, quotes = raw.count(b"{") + raw.count(b"["), raw.count(b'"') - raw.count(b'\\"')
     for what, count in (("objects and lists", lists), ("quotes", quotes), ("commas", raw.count(b","))):
         if count > MAX_PARTS[what]:
-            said = f"the body has {count:,} {what}, those in texts included; at most {MAX_PARTS[what]:,} in one request"
-            raise ApiError(400, said, code="too_many_parts")
+            message = (
+                f"the body has {count:,} {what}, those in texts included; at most {MAX_PARTS[what]:,} in one request"
+            )
+            raise ApiError(400, message, code="too_many_parts")
     try:
         body = msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
@@ -205,15 +207,17 @@ def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> B
         if value is None or (name not in known and (name in ABOUT_THE_CALLER or _means_nothing(name, value))):
             continue
         if name not in known:
-            said = f"{prefix}{shown(name)}={shown(value)}: this server does not honour it; leave it out"
-            raise ApiError(400, said, param=name, code="unsupported_parameter")
+            found = f"{prefix}{shown(name)}={shown(value)}: this server does not honour it; leave it out"
+            raise ApiError(400, found, param=name, code="unsupported_parameter")
         given[name] = value
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as e:
-        said, _, where = str(e).partition(" - at `$.")
-        param: str | None = where.rstrip("`").split("[")[0] if where else _quoted(said)
-        raise ApiError(400, f"{prefix}{param}: {said}" if param else said, param=param, code="invalid_value") from None
+        found, _, where = str(e).partition(" - at `$.")
+        param: str | None = where.rstrip("`").split("[")[0] if where else _quoted(found)
+        raise ApiError(
+            400, f"{prefix}{param}: {found}" if param else found, param=param, code="invalid_value"
+        ) from None
 
 
 def shown(value: Any) -> str:
@@ -228,17 +232,17 @@ def _means_nothing(name: str, value: Any) -> bool:
     )
 
 
-def _quoted(said: str) -> str | None:
+def _quoted(text: str) -> str | None:
     """Return the name in a message such as: Object missing required field `prompt`."""
-    parts = said.split("`")
-    return parts[-2] if "field" in said and len(parts) > 2 else None
+    parts = text.split("`")
+    return parts[-2] if "field" in text and len(parts) > 2 else None
 
 
 def requested_sampling(drawn: SamplingFields, *, max_tokens: int, vocab_size: int) -> Sampling:
     """Return the sampling of a request. Raise ApiError for values that the engine cannot sample with."""
     if 0 < drawn.temperature < 1e-3:
-        said = f"temperature={drawn.temperature} is too close to 0 to be computed; 0 is greedy"
-        raise ApiError(400, said, param="temperature", code="invalid_value")
+        message = f"temperature={drawn.temperature} is too close to 0 to be computed; 0 is greedy"
+        raise ApiError(400, message, param="temperature", code="invalid_value")
     if drawn.top_p < 1e-6:
         raise ApiError(400, f"top_p={drawn.top_p}: at least 1e-6; temperature=0 is greedy", param="top_p")
     stop = (drawn.stop,) if isinstance(drawn.stop, str) else tuple(drawn.stop or ())
@@ -277,23 +281,23 @@ def call_of(
     """Return the work of a request. Without `max_tokens` an answer may fill the context."""
     scored = None if isinstance(drawn, ChatBody) else drawn.prompt_logprobs
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        said = "stream_options.continuous_usage_stats: usage comes once, at the end (include_usage)"
-        raise ApiError(400, said, param="stream_options", code="unsupported_parameter")
+        message = "stream_options.continuous_usage_stats: usage comes once, at the end (include_usage)"
+        raise ApiError(400, message, param="stream_options", code="unsupported_parameter")
     if (scored or 0) > vocab_size:
-        said = f"prompt_logprobs={scored}: the vocabulary has {vocab_size} tokens"
-        raise ApiError(400, said, param="prompt_logprobs", code="invalid_value")
+        message = f"prompt_logprobs={scored}: the vocabulary has {vocab_size} tokens"
+        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
     if (rows := 0 if scored is None else sum(map(len, prompts)) * max(scored, 1)) > MAX_SCORES:
-        said = f"prompt_logprobs={scored}: {rows:,} of them for all tokens, at most {MAX_SCORES:,} in one answer"
-        raise ApiError(400, said, param="prompt_logprobs", code="invalid_value")
+        message = f"prompt_logprobs={scored}: {rows:,} of them for all tokens, at most {MAX_SCORES:,} in one answer"
+        raise ApiError(400, message, param="prompt_logprobs", code="invalid_value")
     if len(body.request_id or "") > MAX_NAME:
-        said = f"request_id has {len(body.request_id or '')} characters; at most {MAX_NAME}"
-        raise ApiError(400, said, param="request_id", code="invalid_value")
+        message = f"request_id has {len(body.request_id or '')} characters; at most {MAX_NAME}"
+        raise ApiError(400, message, param="request_id", code="invalid_value")
     sampling = requested_sampling(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)
     if (rows := len(sampling.stop) * len(prompts) * drawn.n) > MAX_STOP_ROWS:
-        said = (
+        message = (
             f"stop: {len(sampling.stop)} strings for {len(prompts) * drawn.n} answers, at most {MAX_STOP_ROWS:,} of all"
         )
-        raise ApiError(400, said, param="stop", code="invalid_value")
+        raise ApiError(400, message, param="stop", code="invalid_value")
     if body.stream and scored is not None:
         raise ApiError(400, "prompt_logprobs are not streamed; set stream=false", param="stream")
     return GenerationCall(
@@ -316,8 +320,10 @@ def call_of(
 def refuse_top_logprobs(count: int | None, param: str, instead: str) -> None:
     """Raise ApiError if log-probs of other tokens than the sampled one are requested. `instead` is the advice."""
     if count:
-        said = f"{param}={count}: this engine knows the log-prob of the token that was drawn, and no others; {instead}"
-        raise ApiError(400, said, param=param, code="unsupported_parameter")
+        message = (
+            f"{param}={count}: this engine knows the log-prob of the token that was drawn, and no others; {instead}"
+        )
+        raise ApiError(400, message, param=param, code="unsupported_parameter")
 
 
 def check_ids(ids: np.ndarray, param: str, *, vocab_size: int, max_context_tokens: int) -> None:
@@ -326,12 +332,12 @@ def check_ids(ids: np.ndarray, param: str, *, vocab_size: int, max_context_token
         raise ApiError(400, f"{param} is empty: at least one token is needed", param=param, code="empty_prompt")
     check_length(len(ids), param, max_context_tokens)
     if int(ids.max()) >= vocab_size:
-        said = f"{param} holds the id {int(ids.max())}; the vocabulary is [0, {vocab_size})"
-        raise ApiError(400, said, param=param, code="invalid_value")
+        message = f"{param} holds the id {int(ids.max())}; the vocabulary is [0, {vocab_size})"
+        raise ApiError(400, message, param=param, code="invalid_value")
 
 
 def check_length(tokens: int, param: str, max_context_tokens: int) -> None:
     """Raise ApiError for a prompt without room for an answer in the context."""
     if tokens >= max_context_tokens:
-        said = f"{param} has {tokens} tokens; the context of {max_context_tokens} leaves no room for an answer"
-        raise ApiError(400, said, param=param, code="context_length_exceeded")
+        message = f"{param} has {tokens} tokens; the context of {max_context_tokens} leaves no room for an answer"
+        raise ApiError(400, message, param=param, code="context_length_exceeded")

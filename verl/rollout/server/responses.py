@@ -66,9 +66,9 @@ class Form:
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return the numbers of tokens."""
-        asked, drawn = sum(map(len, self.call.prompts)), sum(len(c.ids) for c in completions)
+        wanted, drawn = sum(map(len, self.call.prompts)), sum(len(c.ids) for c in completions)
         cached = {"cached_tokens": sum(c.cached_tokens for c in completions)}
-        tokens = {"prompt_tokens": asked, "completion_tokens": drawn, "total_tokens": asked + drawn}
+        tokens = {"prompt_tokens": wanted, "completion_tokens": drawn, "total_tokens": wanted + drawn}
         return {**tokens, "prompt_tokens_details": cached}
 
     def answers(self) -> list[Answer]:
@@ -122,8 +122,10 @@ class Form:
         """Return the log-probs of tokens in the shape of chat."""
         if not self.call.logprobs:
             return None
-        told = [self.texts.token(i, as_id=self.call.tokens_as_ids) for i in ids.tolist()]
-        found = [{**token, "logprob": x, "top_logprobs": []} for token, x in zip(told, logprobs.tolist(), strict=True)]
+        report = [self.texts.token(i, as_id=self.call.tokens_as_ids) for i in ids.tolist()]
+        found = [
+            {**token, "logprob": x, "top_logprobs": []} for token, x in zip(report, logprobs.tolist(), strict=True)
+        ]
         return {"content": found}
 
 
@@ -142,8 +144,8 @@ class CompletionForm(Form):
 
     def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
         text = self.texts.answer(completion, include_stop=self.call.include_stop)
-        asked = {"prompt_token_ids": prompt.tolist()} if self.call.with_ids else {}
-        return {**self._ended(i, text, completion), **asked}
+        wanted = {"prompt_token_ids": prompt.tolist()} if self.call.with_ids else {}
+        return {**self._ended(i, text, completion), **wanted}
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
         text = answer.text.rest(self.texts.answer(completion, include_stop=self.call.include_stop))
@@ -238,8 +240,8 @@ class TokenForm(Form):
         return {**Form.whole(self, completions), "prompt_logprobs": prompt_logprobs(self.call.prompts[0], score)}
 
     def envelope(self, kind: int) -> dict[str, Any]:
-        asked = {"prompt_token_ids": self.call.prompts[0].tolist()} if self.call.with_ids and not kind else {}
-        return {"request_id": self.call.request_id, "created": self.created, "model": self.name, **asked}
+        wanted = {"prompt_token_ids": self.call.prompts[0].tolist()} if self.call.with_ids and not kind else {}
+        return {"request_id": self.call.request_id, "created": self.created, "model": self.name, **wanted}
 
     def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
         return self._ended(i, completion)
@@ -261,8 +263,8 @@ class TokenForm(Form):
     def _content(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
         if not self.call.logprobs:
             return None
-        told = zip(ids.tolist(), logprobs.tolist(), strict=True)
-        return {"content": [_Token(f"token_id:{i}", i, x) for i, x in told]}
+        found = zip(ids.tolist(), logprobs.tolist(), strict=True)
+        return {"content": [_Token(f"token_id:{i}", i, x) for i, x in found]}
 
 
 def prompt_logprobs(prompt: np.ndarray, scores: Scores | None) -> list[Any] | None:

@@ -35,23 +35,23 @@ class News:
 
     def __init__(self) -> None:
         self._held: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}  # ids and log-probs, by the answer's place
-        self._told, self._ended = asyncio.Event(), False
+        self._changed, self._ended = asyncio.Event(), False
 
-    def tell(self, i: int, ids: np.ndarray, logprobs: np.ndarray) -> None:
+    def add(self, i: int, ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Add tokens of answer i."""
         self._held.setdefault(i, []).append((ids, logprobs))
-        self._told.set()
+        self._changed.set()
 
     def end(self) -> None:
         """Record that there will be no more tokens."""
         self._ended = True
-        self._told.set()
+        self._changed.set()
 
     async def some(self) -> bool:
         """Wait for new tokens. Return False if none are left and the stream has ended."""
         if not self._held and not self._ended:
-            self._told.clear()
-            await self._told.wait()
+            self._changed.clear()
+            await self._changed.wait()
         return bool(self._held)
 
     def pieces(self, form: Form, answers: Sequence[Answer], end: float) -> list[bytes]:
@@ -150,8 +150,8 @@ class Service:
     def check_count(self, wanted: int) -> None:
         """Raise ApiError for more answers than the server ever generates at once."""
         if wanted > (most := self.options.max_sequences):
-            said = f"{wanted} answers in one request; serve.max_sequences={most}: ask for fewer at a time"
-            raise ApiError(400, said, param="n", code="too_many_answers")
+            message = f"{wanted} answers in one request; serve.max_sequences={most}: ask for fewer at a time"
+            raise ApiError(400, message, param="n", code="too_many_answers")
 
     def check_lengths(self, lengths: Iterable[int], param: str) -> None:
         """Raise ApiError for a list of ids that is longer than a context, before it is converted."""
@@ -186,13 +186,15 @@ class Service:
             self.metrics.took(time.monotonic() - started)
 
     async def generate(
-        self, call: GenerationCall, names: tuple[str, ...], told: list[OnTokens] | None = None
+        self, call: GenerationCall, names: tuple[str, ...], callbacks: list[OnTokens] | None = None
     ) -> list[Completion]:
         """Return all answers of a call. They share the computation of their prompt. If one fails, all are cancelled."""
-        asked = call.samplings(self.max_context_tokens)
+        wanted = call.samplings(self.max_context_tokens)
         runs = [
-            asyncio.ensure_future(self._one(names[i], ids, sampling, told[i] if told else None, call.request_id))
-            for i, (ids, sampling) in enumerate(asked)
+            asyncio.ensure_future(
+                self._one(names[i], ids, sampling, callbacks[i] if callbacks else None, call.request_id)
+            )
+            for i, (ids, sampling) in enumerate(wanted)
         ]
         try:
             found = await asyncio.gather(*runs)
@@ -207,8 +209,10 @@ class Service:
         self.metrics.generated_tokens += sum(len(c.ids) for c in found)
         return found
 
-    async def _one(self, name: str, ids: np.ndarray, sampling: Sampling, told: OnTokens | None, key: str) -> Completion:
-        return await self.engine.generate(GenerateRequest(name, ids, sampling, prefix_key=key, on_tokens=told))
+    async def _one(
+        self, name: str, ids: np.ndarray, sampling: Sampling, on_tokens: OnTokens | None, key: str
+    ) -> Completion:
+        return await self.engine.generate(GenerateRequest(name, ids, sampling, prefix_key=key, on_tokens=on_tokens))
 
     async def whole(self, form: Form, names: tuple[str, ...]) -> bytes:
         """Return the JSON of an answer."""
@@ -233,17 +237,17 @@ class Service:
         answers, news = form.answers(), News()
 
         def follow(i: int) -> OnTokens:
-            held, told_s = list[tuple[np.ndarray, np.ndarray]](), time.monotonic()
+            held, reported_s = list[tuple[np.ndarray, np.ndarray]](), time.monotonic()
 
-            def tell(ids: np.ndarray, logprobs: np.ndarray) -> None:
-                nonlocal told_s
+            def add(ids: np.ndarray, logprobs: np.ndarray) -> None:
+                nonlocal reported_s
                 held.append((ids, logprobs))  # those that are held at the end are sent with the last chunk
-                if (now := time.monotonic()) - told_s >= form.call.interval_s:
-                    news.tell(i, *map(np.concatenate, zip(*held, strict=True)))
-                    told_s = now
+                if (now := time.monotonic()) - reported_s >= form.call.interval_s:
+                    news.add(i, *map(np.concatenate, zip(*held, strict=True)))
+                    reported_s = now
                     held.clear()
 
-            return tell
+            return add
 
         async with self._deadline():
             run = asyncio.ensure_future(self.generate(form.call, names, [follow(i) for i in range(len(answers))]))
@@ -298,8 +302,8 @@ class Service:
         if request_ids is None:
             return await self.engine.abort()
         if len(request_ids) > MOST_ABORTED:
-            said = f"request_ids holds {len(request_ids):,}; at most {MOST_ABORTED:,} at one time"
-            raise ApiError(400, said, param="request_ids", code="invalid_value")
+            message = f"request_ids holds {len(request_ids):,}; at most {MOST_ABORTED:,} at one time"
+            raise ApiError(400, message, param="request_ids", code="invalid_value")
         plain = {name.removeprefix("generate-tokens-") for name in request_ids}
         return await self.engine.abort([name for own in plain for name in self.running.get(own, ())])
 
@@ -326,5 +330,5 @@ class Service:
             async with asyncio.timeout(limit_s):
                 yield
         except TimeoutError:
-            said = f"the answer was not ready within serve.request_timeout_s={limit_s:g}; ask for fewer tokens"
-            raise ApiError(504, said, code="timeout") from None
+            message = f"the answer was not ready within serve.request_timeout_s={limit_s:g}; ask for fewer tokens"
+            raise ApiError(504, message, code="timeout") from None

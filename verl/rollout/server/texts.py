@@ -54,19 +54,21 @@ class Texts:
     def check_size(self, characters: int, param: str, max_context_tokens: int) -> None:
         """Raise ApiError for a text that is longer than a context of the longest tokens."""
         if characters > self.longest_token * max_context_tokens:
-            said = f"{param} has {characters} characters; the context of {max_context_tokens} tokens cannot hold them"
-            raise ApiError(400, said, param=param, code="context_length_exceeded")
+            message = (
+                f"{param} has {characters} characters; the context of {max_context_tokens} tokens cannot hold them"
+            )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
 
     def render(self, body: ChatBody, max_context_tokens: int) -> np.ndarray:
         """Return the messages with the generation prompt [P] int64. Raise ApiError for input that the template drops or
         refuses, or that is longer than any context."""
         kwargs = {**self.template_kwargs, **body.chat_template_kwargs}
         if clash := sorted(RESERVED_KWARGS & kwargs.keys()):
-            said = f"chat_template_kwargs={clash}: set by the server itself; leave them out"
-            raise ApiError(400, said, param="chat_template_kwargs", code="invalid_value")
+            message = f"chat_template_kwargs={clash}: set by the server itself; leave them out"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
         if (beyond := _largest(body.chat_template_kwargs)) > LARGEST_NUMBER:
-            said = f"chat_template_kwargs: {beyond:.3g} is beyond {LARGEST_NUMBER:.3g}, which no template needs"
-            raise ApiError(400, said, param="chat_template_kwargs", code="invalid_value")
+            message = f"chat_template_kwargs: {beyond:.3g} is beyond {LARGEST_NUMBER:.3g}, which no template needs"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
         messages, tools = [_message(m, i) for i, m in enumerate(body.messages)], tools_of(body)
         try:
             refuse_unsupported(messages, self.audit, tools)
@@ -138,8 +140,8 @@ def _largest(value: Any) -> float:
 def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
     """Return the tools that the model is shown."""
     if body.tool_choice not in ("auto", "none"):
-        said = f"tool_choice={shown(body.tool_choice)}: a call cannot be forced here; auto and none are taken"
-        raise ApiError(400, said, param="tool_choice", code="unsupported_parameter")
+        message = f"tool_choice={shown(body.tool_choice)}: a call cannot be forced here; auto and none are taken"
+        raise ApiError(400, message, param="tool_choice", code="unsupported_parameter")
     return body.tools if body.tools and body.tool_choice == "auto" else None
 
 
@@ -159,8 +161,8 @@ def _message(given: Mapping[str, Any], i: int) -> dict[str, Any]:
     except ValueError as e:
         raise ApiError(400, str(e), param="messages", code="invalid_value") from None
     if not isinstance(message["content"], str):
-        said = f"messages[{i}]: content holds more than text, which this model does not take"
-        raise ApiError(400, said, param="messages", code="unsupported_message")
+        reason = f"messages[{i}]: content holds more than text, which this model does not take"
+        raise ApiError(400, reason, param="messages", code="unsupported_message")
     return message
 
 

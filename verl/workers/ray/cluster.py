@@ -50,7 +50,7 @@ settings, a frame of type 4."""
 class RayCluster:
     """A `Cluster` of Ray actors."""
 
-    apart = True
+    own_processes = True
     drivers = None
 
     pools: Mapping[str, Pool]
@@ -262,7 +262,7 @@ def _await_nodes(
     the missing resources at the deadline."""
     import ray
 
-    said = ""
+    values = ""
     while True:
         nodes = {n["NodeManagerAddress"] + "/" + n["NodeID"][:6]: n["Resources"] for n in ray.nodes() if n["Alive"]}
         if (short := fit_together(pools, nodes)) is None:
@@ -273,9 +273,9 @@ def _await_nodes(
             return nodes
         if (left_s := until_s - time.monotonic()) <= 0:
             raise Shortage(short)
-        if short != said:
+        if short != values:
             say(f"waiting {left_s:.0f} s for more nodes: {short}")
-        said = short
+        values = short
         time.sleep(min(1.0, left_s))
 
 

@@ -70,12 +70,12 @@ class RankActor:
     def call(self, number: int, payload: bytes) -> RankAnswer:
         if self._ranks is not None:
             self._ranks.begin(number)
-        told = self.beside(payload)
-        if told.error is not None and self._ranks is not None:
-            self._ranks.abort(f"{type(told.error).__name__}: {told.error}")
-        return told
+        found = self.call_at_once(payload)
+        if found.error is not None and self._ranks is not None:
+            self._ranks.abort(f"{type(found.error).__name__}: {found.error}")
+        return found
 
-    def beside(self, payload: bytes) -> RankAnswer:
+    def call_at_once(self, payload: bytes) -> RankAnswer:
         """Run a call that exchanges nothing with other ranks."""
         try:
             method, args = pickle.loads(payload)
@@ -132,7 +132,7 @@ class RayGroup:
             self._queue.put(call)
         return call.future
 
-    def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
+    def call_at_once(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
         call = _Call(method.__qualname__, [pickled(method, args)] * self.world_size)
         refs = [
             actor.beside.options(concurrency_group="beside").remote(payload)
@@ -202,9 +202,9 @@ class RayGroup:
             raise self._dead
         if left and error is not None:  # the other ranks wait in a collective for the one that raised
             what = f"{self.name}: {len(left)} of {len(refs)} ranks did not come out of {call.name} after: {error.error}"
-            self._fence(gone := WorkerDied(what))
+            self._fence(missing := WorkerDied(what))
             if isinstance(error.error, CONSEQUENCES):
-                raise gone
+                raise missing
         if error is not None:
             raise raised(error, f"{self.name}.{call.name.rpartition('.')[2]}")
         if len(found) < len(refs):

@@ -31,7 +31,7 @@ class ActorLife:
 
     def __init__(
         self,
-        who: str,
+        name: str,
         actor: Any,
         watching: Any,
         built: Any,
@@ -39,7 +39,7 @@ class ActorLife:
         died: Callable[[str], None],
         started: Callable[[int], None],
     ) -> None:
-        self._who, self._actor, self._on_end, self._started = who, actor, died, started
+        self._name, self._actor, self._on_end, self._started = name, actor, died, started
         self._place: Where | None = None
         self._lock = threading.Lock()
         self._ready = self.over = False
@@ -66,7 +66,7 @@ class ActorLife:
             if not self.over:
                 self.over = True
                 node, process = self._place or ("?", "?")
-                self._on_end(f"{self._who} (process {process} on {node}) {how}")
+                self._on_end(f"{self._name} (process {process} on {node}) {how}")
 
     # -- private: the callbacks run in a thread of Ray's, which must not be made to wait for Ray -----------------------
 
