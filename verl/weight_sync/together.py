@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl.model_engine.base import Publishes
 from verl.weight_sync.base import Entry, SliceEntry, Spans, SyncError, checksum, slice_at
+from verl.weight_sync.crc import PendingChecksum, read_checksums, start_checksum
 from verl.weight_sync.meeting import meet, of_first, several_ranks
 from verl.weight_sync.record import SAMPLED_VALUES, VersionRecord
 from verl.weight_sync.slices import (
@@ -140,14 +141,16 @@ def stage_parts(
 
     def write() -> list[DeliveredSlice]:
         files.append(file := outlet.opened(path, version, shapes))
-        delivered = list[DeliveredSlice]()
-        for part, mine in held_parts(engine):
+        delivered, sums = list[DeliveredSlice](), dict[str, int | PendingChecksum]()
+        for number, (part, mine) in enumerate(held_parts(engine)):
             kept = converted(form, part.name, mine)
+            if part.name in checked:
+                sums[str(number)] = start_checksum(kept)  # on its device, which is waited for once
             file.write(part.name, part.index, kept)
-            crc = checksum(kept) if part.name in checked else None
-            delivered.append(DeliveredSlice(part.name, spans_of(part.index, part.shape), crc))
+            delivered.append(DeliveredSlice(part.name, spans_of(part.index, part.shape), None))
         file.flush()
-        return delivered
+        found = read_checksums(sums)
+        return [replace(one, checksum=found.get(str(number))) for number, one in enumerate(delivered)]
 
     def shares(delivered: list[list[DeliveredSlice]]) -> list[dict[str, list[DeliveredSlice]]]:
         """Return the tensors that each rank compares, with their slices."""
