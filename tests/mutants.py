@@ -319,7 +319,7 @@ MUTANTS = (
     ),
     # -- teachers
     Mutant("model_engine/served.py", "self._kept_bytes -= _bytes(self._kept.popitem", "(self._kept.popitem", SERVED),
-    Mutant("model_engine/served.py", "self._unproved & self._kept.keys() if said", "() if said", SERVED),
+    Mutant("model_engine/served.py", "self._unproved & self._kept.keys() if found", "() if found", SERVED),
     Mutant("model_engine/served.py", "if era != self._era:", "if False:", SERVED),
     Mutant("model_engine/updates.py", " and version > self.copied", "", SEVERAL),
     Mutant("model_engine/served.py", "self._kept.move_to_end(key)", "pass", SERVED),

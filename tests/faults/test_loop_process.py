@@ -442,7 +442,7 @@ def test_it_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"
     script.write_text(
         "import asyncio, sys\n"
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:2]]!r}\n"
         "from test_loop_process import Engine, loops_of, manager_of, played, task_of\n"
         "from verl.agent_loop.runner import HostedLoop, LoopRunner\n"
         "async def main():\n"

@@ -103,7 +103,13 @@ def facts(family: str, layers: int) -> ModelFacts:
     given: dict[str, Any] = {
         **{"folder": "", "architecture": "", "layers": layers, "hidden": 1024, "intermediate": 3072, "heads": 16},
         **{"kv_heads": 8, "head_dim": 128, "vocab": VOCAB, "max_context_tokens": None, "tied": True},
-        **{"has_output_head": True, "parameters": 10**7, "body_parameters": 10**7, "embedding_parameters": 10**4},
+        **{
+            "has_output_head": True,
+            "parameters": 10**7,
+            "largest_parameters": 10**4,
+            "body_parameters": 10**7,
+            "embedding_parameters": 10**4,
+        },
         **{"expert_parameters": 0, "stored_dtype": "", "stored_bytes": 0, "has_chat_template": False},
     }
     return ModelFacts(**given, model_type=family)

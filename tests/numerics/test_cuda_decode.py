@@ -227,7 +227,7 @@ def test_a_layer_is_ten_launches_at_most(name: str, max_context_tokens: int, mon
     assert sum(n in ("mm", "addmm", "addmm_") for n in names) == 4 * layers + 1
     once = {"index_select", "mul_", "div_", "tanh_", "_truncate", "_draw_uniforms", "_reduce_block", "_draw"}
     assert len([n for n in names if n not in once]) == (9 + merged) * layers + 2, names
-    monkeypatch.setattr("verl.accel.cuda.rows.missing", lambda device, sizes: None)
+    monkeypatch.setattr("verl.accel.cuda.rows.missing", lambda device, sizes, least=None: None)
     assert layer_launches(Use(torch.device("cuda"), torch.float32)) == 10 + 4, "a sum after each product of few rows"
     assert sum(n in once for n in names) <= 10  # embedding and its scale, tokens, cap, draw
 

@@ -130,7 +130,7 @@ def deterministic(name: str, module: Any, monkeypatch: pytest.MonkeyPatch, **siz
         return choose(operation, cuda if operation == "exact_linear" else use, without=without)
 
     monkeypatch.setattr(ops, "choose", chosen)
-    monkeypatch.setattr("verl.accel.cuda.rows.missing", lambda device, sizes: None)
+    monkeypatch.setattr("verl.accel.cuda.rows.missing", lambda device, sizes, least=None: None)
     context = context_of(CONFIGS[name], sizes.get("rows", 5), max_context_tokens=128, dtype=torch.float32,
                          deterministic=True)  # fmt: skip
     options = Options(max_prefill_tokens=sizes.get("max_prefill_tokens", 64), prefix_cache_tokens=0)

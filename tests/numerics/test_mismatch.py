@@ -48,7 +48,7 @@ def sampled(name: str, module: Any, dtype: torch.dtype, emulate: bool | None) ->
 def gap(name: str, dtype: str, emulate: bool | None = None) -> tuple[float, float, float]:
     """Return the k3 KL per token, the largest difference, and the share of tokens whose log-prob has the same bits."""
     kind: torch.dtype = getattr(torch, dtype)
-    module = reference(CONFIGS[name])
+    module = reference(copy.deepcopy(CONFIGS[name]))  # the trainer changes its model's configuration
     rows = sampled(name, copy.deepcopy(module).to(kind), kind, emulate)
     e = TorchEngine(module, EngineSettings(dtype=dtype, emulate_bf16=emulate))
     ours = e.infer(pack(rows), ("logprobs",))["logprobs"].float().numpy()

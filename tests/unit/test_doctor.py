@@ -114,9 +114,11 @@ class Card:
 
 
 def test_a_card_its_kernels_and_what_others_hold_of_it(capsys, monkeypatch):
-    monkeypatch.setattr(torch, "cuda", card := Card())
+    card = Card()
+    for name in ("is_available", "device_count", "get_device_name", "get_device_capability", "mem_get_info"):
+        monkeypatch.setattr(torch.cuda, name, getattr(card, name))
     monkeypatch.setattr(doctor, "_probe", lambda device: f"memory of {device}: probed")
-    monkeypatch.setattr(rows, "missing", lambda device, sizes: None)
+    monkeypatch.setattr(rows, "missing", lambda *_: None)
     assert main(["doctor"]) == 0
     page = capsys.readouterr().out
     described = "devices: cuda:0 Card 1, capability 9.0, 80.0 GiB"
@@ -126,7 +128,7 @@ def test_a_card_its_kernels_and_what_others_hold_of_it(capsys, monkeypatch):
     assert "  page_attention: Triton\n" in on_card and "  linear: Triton" in on_card
     assert "  a decode step: at most 14 launches for each layer of a dense model, where" in on_card
     card.held_bytes = 1 << 30
-    monkeypatch.setattr(rows, "missing", lambda device, sizes: "the card has compute capability 7.5, below 8.0")
+    monkeypatch.setattr(rows, "missing", lambda *_: "the card has compute capability 7.5, below 8.0")
     assert main(["doctor"]) == 0
     page = capsys.readouterr().out
     assert f"{described}\n" in page and "launches" not in page
