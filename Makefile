@@ -38,14 +38,15 @@ test: setup browser bubblewrap triton-package reference-packages style
 test-processes: setup
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m "not slow"
 
-# Many ranks, Ray, kills, and what make test leaves out. What starts processes waits for them half of its time, so four
-# parts run beside each other.
+# Many ranks, Ray, kills, and then what make test leaves out. What starts processes waits for them half of its time, so
+# three parts run beside each other. The slow tests do not wait: beside the others they would only make deadlines expire.
 test-distributed: queue-package nixl-package browser bubblewrap triton-package
-	$(MAKE) --no-print-directory -j 4 --output-sync=target test-ranks test-clusters test-runs test-slow
+	$(MAKE) --no-print-directory -j 3 --output-sync=target test-ranks test-clusters test-runs
+	$(MAKE) --no-print-directory test-slow
 
 # The rows and whole runs that are marked `slow`, of the folders that make test runs.
 test-slow: setup
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal -m slow
 
 test-ranks test-clusters test-runs: export GLOO_SOCKET_IFNAME := lo
 test-ranks: setup nixl-package
