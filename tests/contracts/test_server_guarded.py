@@ -167,7 +167,7 @@ def test_tokens_that_wait_for_the_event_loop_are_written_together():
     answers, news = form.answers(), News()
     ids = of("what is two", add_special_tokens=False)["input_ids"]
     for i, token in ((0, ids[0]), (1, ids[0]), (0, ids[1]), (0, ids[2])):
-        news.tell(i, np.array([token]), np.zeros(1, np.float32))
+        news.add(i, np.array([token]), np.zeros(1, np.float32))
     first, rest = (news.pieces(form, answers, 0.0) for _ in range(2))
     found = [json.loads(chunk)["choices"][0] for chunk in (*first, *rest)]
     assert (len(first), [c["index"] for c in found]) == (1, [0, 1])

@@ -20,7 +20,7 @@ DEATH = WorkerDied("rank 0 of ref died: out of memory")
 class Cluster:
     """A cluster of which one worker has died before, dies after a query, or never."""
 
-    apart = True
+    own_processes = True
 
     def __init__(self, dies: str) -> None:
         self.dies, self.asked = dies, False

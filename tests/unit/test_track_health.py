@@ -187,7 +187,7 @@ def test_each_row_of_the_table_has_fired_in_this_file_and_each_message_is_used()
     covered = {name for name, _, _ in SINGLE} | {"entropy_collapse", "length_drift", "component_dominance"}
     covered |= {"teacher_disagrees"}
     assert {row.name for row in TABLE} == covered
-    assert {row.says or row.name for row in TABLE} == set(MESSAGES)
+    assert {row.message or row.name for row in TABLE} == set(MESSAGES)
 
 
 def test_scan_tells_the_step():
