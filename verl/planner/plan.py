@@ -19,7 +19,8 @@ from verl.config.adapter import teacher_models
 from verl.config.devices import on_cuda
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
-from verl.config.schema import Config
+from verl.config.schema import Config, OptimConfig
+from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.planner.cluster import ClusterPlan, cluster_plan, memory_on_this_machine
 from verl.planner.disk import (
     checkpoint_bytes,
@@ -138,6 +139,9 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
     """Return the warnings about the objective; `verl train` also prints them at its start."""
     given, p = config.algorithm.given(), config.pipeline
     preset = settled(config.algorithm.name, given)
+    factor, lr = OPTIMIZERS[config.optim.name].lr_factor, config.optim.lr
+    if lr < factor * OptimConfig().lr and factor > 1:
+        yield f"optim.lr={lr:g} is low for optim.name={config.optim.name}: usual is {factor:g} times that of adamw"
     if given.get("kl_loss_form") == "k1":
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     if preset.critic and preset.critic.critic_warmup_until and not preset.critic.critic_warmup_steps:
