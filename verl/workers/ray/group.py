@@ -135,7 +135,7 @@ class RayGroup:
     def call_at_once(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
         call = _Call(method.__qualname__, [pickled(method, args)] * self.world_size)
         refs = [
-            actor.beside.options(concurrency_group="beside").remote(payload)
+            actor.call_at_once.options(concurrency_group="beside").remote(payload)
             for actor, payload in zip(self._actors, call.payloads, strict=True)
         ]
         threading.Thread(target=self._settle, args=(call, partial(self._collected, call, refs)), daemon=True).start()
