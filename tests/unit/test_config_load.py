@@ -35,6 +35,7 @@ from verl.planner.plan import algorithm_warnings
 
 MODEL = "model.path=/models/m"
 STORED = ("algorithm.name=gkd", "algorithm.options.on_policy_share=0.5", "algorithm.options.stored_key=answer")
+WEIGHED = ("algorithm.correction=clamp", "algorithm.options.correction_low=0", "algorithm.options.correction_high=3")
 ROOT = Path(__file__).parents[2]
 
 
@@ -370,6 +371,7 @@ def test_a_hub_id_is_its_folder_in_the_local_cache(tmp_path: Path, monkeypatch: 
         (("algorithm.options.correction_high=5",), "truncate", 5.0),
         (("algorithm.correction=icepop", "algorithm.options.correction_high=4"), "icepop", 4.0),
         (("algorithm.bypass=true",), None, None),
+        (("algorithm.bypass=true", "algorithm.loss=reinforce", *WEIGHED), "clamp", 3.0),
         (STORED, None, None),
         (("rollout.dtype=bfloat16",), None, None),
     ],
@@ -384,6 +386,8 @@ def test_answers_of_fp8_weights_are_corrected_unless_the_algorithm_does_it(given
         assert resolved.origins["algorithm.correction"] == "default: rollout.dtype=fp8"
     if given == STORED:
         assert "by no correction" in said[0]
+    if "algorithm.bypass=true" in given:
+        assert ("Set algorithm.bypass=false: algorithm.correction=truncate" in said[0]) == (form is None)
     if "rollout.dtype=bfloat16" in given:
         assert said == []
 

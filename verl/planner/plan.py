@@ -150,7 +150,13 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         c, why = preset.correction, "rollout.dtype=fp8: answers are sampled with rounded weights"
         if c is None or (c.form is None and not c.bypass):
             yield f"{why}, and {preset.name} weighs their tokens by no correction: the gradient is of another policy"
-        elif c.form is not None:
+        elif c.form is None:
+            yield (
+                f"{why}, and with algorithm.bypass=true their log-probs are the old ones: the ratio of the loss holds "
+                "the rounding too, its clip counts that as a change of the policy, and no weights correct it. Set "
+                "algorithm.bypass=false: algorithm.correction=truncate is the default then"
+            )
+        else:
             yield f"{why}; tokens are weighed by pi_train / pi_rollout (algorithm.correction={c.form}, {c.high:g})"
     if (p.staleness > 0 or p.sync_every > 1) and preset.correction is None and preset.loss.off_policy_delta is None:
         ahead = f"pipeline.staleness={p.staleness:g}" if p.staleness else f"pipeline.sync_every={p.sync_every}"
