@@ -57,6 +57,7 @@ AGENT = "tests/unit/test_tool_agent.py"
 FLOW = "tests/unit/test_rollouts.py tests/unit/test_rollouts_flow.py"
 RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resume.py"
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
+QUANT = "tests/numerics/test_quant.py"
 LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
 PLACES = "tests/unit/test_config_cluster.py"
 LOOK_AHEAD = "tests/unit/test_look_ahead.py"
@@ -340,6 +341,10 @@ MUTANTS = (
     Mutant("workers/ahead.py", "self._result(running[1])", "pass", AHEAD),
     Mutant("workers/ahead.py", "running.done() or not all_known", "running.done() and not all_known", AHEAD),
     Mutant("workers/ahead.py", "set() if broken else self._complete |", "self._complete |", AHEAD),
+    Mutant("nn/quant.py", "pairs[:, 0] << 4 | pairs[:, 1]", "pairs[:, 1] << 4 | pairs[:, 0]", QUANT),
+    Mutant("nn/quant.py", "scales - offset)", "scales)", QUANT),
+    Mutant("nn/quant.py", "parts, some[full:] / last", "parts, some[full:] * last", QUANT),
+    Mutant("nn/quant.py", "half = some.half()", "half = some.float()", QUANT),
     Mutant("nn/linear_teacher.py", "-x.sum(-1, keepdim=True)", "x.sum(-1, keepdim=True)", TEACHER),
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),
     Mutant("workers/rank_batch.py", "ids=first.ids[left:]", "ids=first.ids", SEVERAL),

@@ -13,7 +13,8 @@ from verl.model_engine import optimizer_table, update_rules
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.optimizer_table import BLOCK, OPTIMIZERS, faults
 from verl.model_engine.optimizers import make_optimizer, role_of
-from verl.model_engine.update_rules import code_values, from_codes, to_codes
+from verl.model_engine.update_rules import from_codes, to_codes
+from verl.nn.quant import code_values
 
 REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
 STEPS = 20

@@ -11,7 +11,6 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn.functional import pad
 from verl.model_engine import optimizer_table
 from verl.model_engine.hf_parts import part_and_place
 from verl.model_engine.optimizer_table import BLOCK, SMALL
+from verl.nn.quant import code_values
 
 State = dict[str, Tensor]
 
@@ -334,17 +334,6 @@ class Adam8bitRule:
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
 """The moments of AdamW, and whether they have a sign."""
-
-
-@cache
-def code_values(*, signed: bool) -> Tensor:
-    """Return the values of the 256 codes of a dynamic 8-bit type, ascending, float32."""
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        boundaries = torch.linspace(0.1, 1, 2**exponent + 1 if signed else 2 ** (exponent + 1) + 1)
-        means = (10.0 ** (exponent - 6) * ((boundaries[:-1] + boundaries[1:]) / 2)).tolist()
-        values += [*means, *(-mean for mean in means)] if signed else means
-    return torch.tensor(sorted(values))
 
 
 def to_codes(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
