@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from verl.names import did_you_mean
+
 ROLES = ("embedding", "head", "norm", "matrix", "router", "adapter")
 """The kinds of parameters. Each may have a learning rate of its own."""
 BLOCK = 256
@@ -104,7 +106,8 @@ def faults(name: str, options: Mapping[str, Any], tensor: int = 1) -> Iterator[s
         if key == LR:
             yield from _rate_faults(value)
         elif key not in known:
-            yield f"{at}: no option of optim.name={name}; it has {', '.join([*known, LR])}"
+            near = did_you_mean(key, [*known, LR])
+            yield f"{at}: no option of optim.name={name}; {near}it has {', '.join([*known, LR])}"
         elif isinstance(known[key], bool):
             if not isinstance(value, bool):
                 yield f"{at}: true or false"
@@ -126,7 +129,8 @@ def _rate_faults(rates: Any) -> Iterator[str]:
         return
     for role, rate in rates.items():
         if role not in ROLES:
-            yield f"optim.options.lr.{role}: no role of a parameter; one of {', '.join(ROLES)}"
+            near = did_you_mean(role, ROLES)
+            yield f"optim.options.lr.{role}: no role of a parameter; {near}one of {', '.join(ROLES)}"
         elif isinstance(rate, bool) or not isinstance(rate, (int, float)) or rate <= 0:
             yield f"optim.options.lr.{role}={rate}: a learning rate above 0"
 
