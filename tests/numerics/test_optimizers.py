@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from verl.accel.devices import DEVICES
 from verl.model_engine import optimizer_table, update_rules
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.optimizer_table import BLOCK, OPTIMIZERS, faults
@@ -221,6 +222,44 @@ def test_rows_that_are_no_multiple_of_a_block_keep_their_values():
         assert (mine - block).abs().max() <= 0.04 * block.abs().max()
     again, _ = to_codes(values[:, :, :256].contiguous(), signed=True)
     assert torch.equal(again, codes[..., :256]), "a block does not depend on the others"
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_code_of_a_value_is_the_nearest_one_also_beside_each_limit(signed):
+    """Compared with a search among the values halfway between two codes, at each of them and one bit beside it."""
+    values = code_values(signed=signed)
+    limits = (values[:-1] + values[1:]) / 2
+    drawn = torch.randn(5000, generator=torch.Generator().manual_seed(3)).mul(8).sub(8).exp()
+    near = [
+        limits,
+        values,
+        torch.nextafter(limits, limits - 1),
+        torch.nextafter(limits, limits + 1),
+        drawn.clamp(max=1),
+    ]
+    every = torch.cat([*near, *(-x for x in near if signed), torch.zeros(1)])
+    every = every[(every >= values[0] - 1e-9) & (every <= 1)]
+    blocks = torch.nn.functional.pad(every, (0, -len(every) % (BLOCK - 1))).view(-1, BLOCK - 1)
+    blocks = torch.nn.functional.pad(blocks, (0, 1), value=1.0)  # of scale 1
+    codes, scale = to_codes(blocks, signed=signed)
+    assert bool((scale == 1).all())
+    assert torch.equal(codes.int(), torch.bucketize(blocks, limits, right=True, out_int32=True))
+    assert torch.equal(from_codes(codes, scale, signed=signed), values[codes.int()])
+
+
+def test_eight_bit_states_do_not_depend_on_the_rows_that_are_updated_at_once(monkeypatch):
+    def run(at_once):
+        few = dataclasses.replace(DEVICES["cpu"], moment_values=at_once)
+        monkeypatch.setattr(update_rules, "device_facts", lambda kind: few)
+        model = nn.ParameterList([torch.ones(40, 300), torch.ones(3, 20, 257), torch.ones(70)])
+        optimizer = make_optimizer(model, OptimSpec(lr=1e-3, name="adamw_8bit"))
+        for step in range(3):
+            gradients(model, step)
+            optimizer.step()
+        return [*model, *(t for p in model for t in optimizer.state[p].values())]
+
+    for whole, rows in zip(run(1 << 20), run(700), strict=True):
+        assert torch.equal(whole, rows) and whole.dtype == rows.dtype
 
 
 def bytes_of(optimizer, p):

@@ -42,6 +42,8 @@ class DeviceFacts:
     """Logits in memory at once in a lane when sampling; smaller blocks read the head more often."""
     scored_tokens: int
     """Tokens with logits in memory at once when scoring."""
+    moment_values: int
+    """Values of an optimizer's 8-bit moments in memory at once in float32: a CPU's caches hold them."""
 
     def chunk_rows(self, vocab_size: int) -> int:
         """Return the rows of one chunk of logits."""
@@ -62,6 +64,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             mixed_tokens=(),
             sampled_logits=1 << 25,
             scored_tokens=1024,
+            moment_values=1 << 19,
         ),
         "cuda": DeviceFacts(
             logit_chunk_bytes=256 << 20,
@@ -75,6 +78,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             mixed_tokens=(256, 1024),
             sampled_logits=1 << 25,
             scored_tokens=1024,
+            moment_values=1 << 26,
         ),
     }
 )

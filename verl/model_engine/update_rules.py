@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
+from verl.accel.devices import device_facts
 from verl.model_engine import optimizer_table
 from verl.model_engine.hf_parts import part_and_place
 from verl.model_engine.optimizer_table import BLOCK, SMALL
@@ -306,9 +308,20 @@ class Adam8bitRule:
         return state
 
     def update(self, one: ParameterUpdate, state: State) -> None:
-        (first, second), t = one.betas, count(state)
-        mean, square = (self._read(state, name, signed) for name, signed in MOMENTS)
+        t = count(state)
         one.decay()
+        tensors = {"values": one.values, "grad": one.grad.contiguous()}
+        tensors |= {name: local(states) for name, states in state.items() if name != "step"}
+        matrices = {name: x.view(-1, x.shape[-1] if x.ndim else 1) for name, x in tensors.items()}
+        rows, columns = matrices["values"].shape
+        at_once = max(1, device_facts(one.values.device.type).moment_values // max(1, columns))
+        for first in range(0, rows, at_once):
+            part = {name: x[first : first + at_once] for name, x in matrices.items()}
+            self._update_rows(replace(one, values=part.pop("values"), grad=part.pop("grad")), part, t)
+
+    def _update_rows(self, one: ParameterUpdate, state: State, t: float) -> None:
+        first, second = one.betas
+        mean, square = (self._read(state, name, signed) for name, signed in MOMENTS)
         mean.lerp_(one.grad, 1 - first)
         square.lerp_(one.grad.square(), 1 - second)
         deviation = (square.sqrt() / math.sqrt(1 - second**t)).add_(one.eps)
@@ -317,19 +330,19 @@ class Adam8bitRule:
             self._write(state, name, signed, values)
 
     def _read(self, state: State, name: str, signed: bool) -> Tensor:
-        codes = local(state[name])
+        codes = state[name]
         if codes.dtype != torch.uint8:
             return codes.clone()
-        return from_codes(codes, local(state[f"{name}_scale"]), signed=signed)
+        return from_codes(codes, state[f"{name}_scale"], signed=signed)
 
     def _write(self, state: State, name: str, signed: bool, values: Tensor) -> None:
-        codes = local(state[name])
+        codes = state[name]
         if codes.dtype != torch.uint8:
             codes.copy_(values)
             return
         found, scale = to_codes(values, signed=signed)
         codes.copy_(found)
-        local(state[f"{name}_scale"]).copy_(scale)
+        state[f"{name}_scale"].copy_(scale)
 
 
 MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))
@@ -341,14 +354,45 @@ def to_codes(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     n = values.shape[-1]
     blocks = pad(values, (0, -n % BLOCK)).unflatten(-1, (-1, BLOCK))
     scale = blocks.abs().amax(-1).clamp(min=1e-12)
-    table = code_values(signed=signed).to(values)
-    between = table[:-1] + (table[1:] - table[:-1]) * 0.5
-    codes = torch.bucketize(blocks / scale.unsqueeze(-1), between, right=True, out_int32=True)
-    return codes.to(torch.uint8).flatten(-2)[..., :n], scale
+    shares = (blocks / scale.unsqueeze(-1)).float().view(-1)
+    tables = _tables(signed, values.device)
+    code = tables.least.index_select(0, (shares.view(torch.int32) >> 16) + LOWEST)
+    code += shares >= tables.next_from.index_select(0, code.int())
+    return code.view(blocks.shape).flatten(-2)[..., :n], scale
 
 
 def from_codes(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     """Return the values of codes and scales, as `to_codes` returns them."""
-    table, n = code_values(signed=signed).to(scale), codes.shape[-1]
-    values = table[codes.int()]
-    return values * scale.repeat_interleave(BLOCK, -1)[..., :n]
+    n = codes.shape[-1]
+    shares = _tables(signed, codes.device).values.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    blocks = pad(shares.to(scale), (0, -n % BLOCK)).unflatten(-1, (-1, BLOCK))
+    return (blocks * scale.unsqueeze(-1)).flatten(-2)[..., :n]
+
+
+LOWEST = 1 << 15
+"""Minus the least number that the upper 16 bits of a float32 are, read as an integer with a sign."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """The codes as tables on a device. Upper 16 bits of a float32 are those of many values, over which the code changes
+    once at most: a lookup and a comparison find the code many times faster than a search.
+
+    values: of each code [256] · next_from: the least value whose code is a higher one, by code [256] · least: the code
+    of the least value with these upper bits [65536]
+    """
+
+    values: Tensor
+    next_from: Tensor
+    least: Tensor
+
+
+@cache
+def _tables(signed: bool, device: torch.device) -> _Tables:
+    values = code_values(signed=signed)
+    between = values[:-1] + (values[1:] - values[:-1]) * 0.5
+    upper = torch.arange(-LOWEST, LOWEST, dtype=torch.int32) << 16
+    ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32)
+    least = torch.bucketize(ends, between, right=True).amin(0).to(torch.uint8)
+    next_from = torch.cat([between, torch.tensor([math.inf])])
+    return _Tables(values.to(device), next_from.to(device), least.to(device))
