@@ -94,9 +94,9 @@ triton-package: setup
 
 # Implementations that ours are compared with. They are in a folder of their own: no run finds them.
 reference-packages: setup
-	@test -d $(VENV)/references/bitsandbytes || \
+	@test -d $(VENV)/references/peft || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/references \
-		adam-mini==1.1.1 apollo-torch==1.0.3 torchao==0.18.0 bitsandbytes==0.50.2 || \
+		adam-mini==1.1.1 apollo-torch==1.0.3 torchao==0.18.0 bitsandbytes==0.50.2 peft==0.21.2 accelerate==1.15.0 || \
 	echo "the reference packages could not be installed: optimizers are not compared with them"
 
 # Mooncake, a store of the TransferQueue package: its wheel without CUDA, and what Debian has of InfiniBand.

@@ -527,6 +527,7 @@ def test_every_leaf_can_be_set_from_the_command_line() -> None:
             break
     args |= {f"{name}.engine": f"{name}.engine={next(iter(table))}" for name, table in TABLES.items()}
     args |= {f"{name}.engine_options": f"{name}.engine_options={{}}" for name in ("model", "rollout", "queue", "sync")}
+    args["model.lora"] = "model.lora={rank: 4}"
     assert set(args) == set(leaves())
     resolved = load_config(list(args.values()))
     assert set(resolved.origins.values()) == {"command line"}

@@ -22,7 +22,7 @@ from served import Served, crashing, silent
 from test_rollout_client import PROMPT, context_of, greedy, reader, reset
 
 from verl.config.adapter import CONFIG, WEIGHTS, read_adapter
-from verl.model_engine.lora_source import read_lora
+from verl.model_engine.lora import read_lora
 from verl.rollout import adapters
 from verl.rollout.adapters import write_nothing, write_set
 from verl.rollout.api import Deadlines

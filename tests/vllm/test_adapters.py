@@ -17,7 +17,7 @@ import torch
 from adapters import write_adapter
 from real_server import own_server, staged
 
-from verl.model_engine.lora_source import read_lora
+from verl.model_engine.lora import read_lora
 from verl.rollout.base import GenerateRequest
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, WeightSource, checksum

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from verl.checkpoint.adapter_export import write_adapter
 from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
 from verl.errors import Refused
+from verl.parameter_set import POLICY_SET, ParameterSet
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")  # beside the weights
 _TOKENIZER: tuple[str, ...] = (
@@ -49,14 +51,23 @@ class HfExport:
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
     """Fields of config.json with other values than in `source_dir`."""
 
-    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write the folder. tensors: (Hugging Face name, tensor) in any order. Raise ValueError if they do not cover
-        the model, or if tied weights differ."""
+    def write(
+        self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], parameters: ParameterSet = POLICY_SET
+    ) -> None:
+        """Write the folder. tensors: (Hugging Face name, tensor) in any order · parameters: the set that they are of; a
+        LoRA set is written as an adapter of `source_dir`. Raise ValueError if the tensors do not cover the set, or if
+        tied weights differ."""
         config = _config_of(self.source_dir, self.config_overrides)
         directory.mkdir(parents=True, exist_ok=True)
         if stale := sorted(p.name for p in directory.glob("*.safetensors*")):
             raise Refused(f"{directory} already holds weights ({stale[0]}, ...): export into a new folder")
         _copy_companions(self.source_dir, directory, self.tokenizer_dir, self.chat_template)
+        if not parameters.whole:
+            for path in _matching(directory, (*_COMPANIONS,)):
+                if not any(path.match(p) for p in _TOKENIZER):
+                    path.unlink()  # they describe the base
+            write_adapter(directory, parameters, self.source_dir.absolute(), tensors)
+            return
         _write_json(directory / "config.json", config)
         model = skeleton(directory)
         tied = _ties_of(model, config)

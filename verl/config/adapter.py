@@ -22,6 +22,7 @@ from verl.config.model_files import (
 )
 from verl.config.schema import Config
 from verl.errors import Refused
+from verl.parameter_set import ParameterSet
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
 _MERGE = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
@@ -35,6 +36,19 @@ _IGNORED = (  # parts that are in the weights too, and details of the adapter's 
     *("auto_mapping", "peft_version", "qalora_group_size", "megatron_config", "megatron_core", "loftq_config"),
     *("eva_config", "corda_config", "lora_ga_config"),
 )
+
+
+def peft_config(parameters: ParameterSet, base: str) -> dict[str, Any]:
+    """Return the adapter_config.json of a LoRA set on top of a model folder or hub id."""
+    return {
+        "peft_type": "LORA",
+        "r": parameters.rank,
+        "lora_alpha": parameters.scale * parameters.rank,
+        "target_modules": list(parameters.targets),
+        "bias": "none",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+    }
 
 
 class _Lora(msgspec.Struct):

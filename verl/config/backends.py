@@ -23,6 +23,7 @@ from verl.config.schema import Config
 from verl.config.tree import convert, leaves, text_of
 from verl.errors import Refused
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_spec import LoraSpec, lora_faults
 from verl.names import did_you_mean
 
 if TYPE_CHECKING:
@@ -283,18 +284,26 @@ def complete_options(values: dict[str, Any]) -> list[str]:
             ranks = values["cluster.nodes"] * values["cluster.ranks_per_node"]
             address = address_of(values["cluster.address"])
             cls = import_object(table[_row(section, engine, values["cluster.backend"], ranks, address)].options)
-            hints = typing.get_type_hints(cls, include_extras=True)
-            filled = {field.name: field.default for field in dataclasses.fields(cls)}
-            for name, value in values[key].items():
-                try:
-                    filled[name] = convert(value, hints[name])
-                except KeyError:
-                    known = f"The options of the {engine} engine are {', '.join(hints) or 'none'}"
-                    faults.append(f"{key}.{name}={value}: unknown; {did_you_mean(name, hints)}{known}")
-                except ValueError as exc:
-                    faults.append(f"{key}.{name}={value}: {exc}")
-            values[key] = filled
-    return faults
+            found, wrong = _converted(key, values[key], cls, f"The options of the {engine} engine")
+            values[key] = {field.name: field.default for field in dataclasses.fields(cls)} | found
+            faults += wrong
+    values["model.lora"], wrong = _converted("model.lora", values.get("model.lora", {}), LoraSpec, "The options")
+    return faults + (wrong or [*lora_faults(values["model.lora"])])
+
+
+def _converted(key: str, given: Mapping[str, Any], cls: type, what: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the given options as the types of a dataclass's fields, and a line for each fault. what: names them in a
+    line."""
+    hints, found, faults = typing.get_type_hints(cls, include_extras=True), dict[str, Any](), list[str]()
+    for name, value in given.items():
+        try:
+            found[name] = convert(value, hints[name])
+        except KeyError:
+            known = f"{what} are {', '.join(hints) or 'none'}"
+            faults.append(f"{key}.{name}={value}: unknown; {did_you_mean(name, hints)}{known}")
+        except ValueError as exc:
+            faults.append(f"{key}.{name}={value}: {exc}")
+    return found, faults
 
 
 def _no_engine(engine: str, section: str, table: Table) -> str:

@@ -86,6 +86,7 @@ class ModelConfig:
     """The part of a layer that is computed again in the backward pass. selective: all but matrix products and
     attention; full: all; auto: the first of none, selective and full that fits the memory, by the plan. true is full,
     and false is none."""
+    lora: dict[str, Any] = field(default_factory=dict)  # Of model_engine/lora_spec.py: rank, alpha, targets, path.
     engine: str = adjustable("torch")
     engine_options: dict[str, Any] = adjustable(factory=dict)  # Of model_engine/options.py: attention, ...
 

@@ -24,6 +24,7 @@ from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
+from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.optim import OptimSpec, without_rates
 from verl.nn.heads import Head
 from verl.planner.sizes import warmup_steps
@@ -321,5 +322,6 @@ def role_spec(
             dump_dir=context.crash_dir if optim is not None else None,
             layout=context.cluster.layout,
             longest=context.longest or longest_sequence(config),
+            lora=trained_by(config.model.lora, config.run.seed) if optim is not None else None,
         ),
     )

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
 from verl.objective import Term
+from verl.parameter_set import ParameterSet
 from verl.types import Metrics
 
 if TYPE_CHECKING:
@@ -141,6 +143,8 @@ class EngineContext:
     """A LoRA adapter that is added to the weights of a frozen model."""
     longest: int | None = None
     """The longest row of the run in tokens, which fixes RoPE (nn/rope.py); None: the model's maximum."""
+    lora: LoraSpec | None = None
+    """LoRA factors are trained, and the weights of the folder are frozen; None: all weights are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +275,16 @@ class Persists(Protocol):
 
     def load(self, path: Path) -> None:
         """Restore the state that `save` wrote. Raise ValueError if the folder is of another model."""
+        ...
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the folder that other programs load: the weights as `Publishes.weights` does, or the
+        LoRA factors by PEFT's names."""
+        ...
+
+    @property
+    def exported_set(self) -> ParameterSet:
+        """The set of the tensors that `exported` yields."""
         ...
 
     def snapshot(self) -> Snapshot:

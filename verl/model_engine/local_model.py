@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Set
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from verl.checkpoint.adapter_export import SCORE
 from verl.checkpoint.score import classifier_tensors
 from verl.model_engine.base import WeightPart, whole_part
 from verl.model_engine.hf_model import refuse_altered_logits, switch_dropout_off
+from verl.model_engine.lora import LoraLayers, is_factor
 from verl.model_engine.offload import own_storage
 from verl.model_engine.optim import grad_norm
 from verl.model_engine.settings import EngineSettings
@@ -40,10 +44,15 @@ class LocalModel:
         self.value_head = None if s.head == "lm" else ValueHead(self.hidden_size, bias=s.head == "value").to(master)
         if s.score is not None and self.value_head is not None:
             self.value_head.weight.data.copy_(s.score)
+        self.lora = None if s.lora is None else LoraLayers(self.model, s.lora, s.base)
         checkpoint_layers(self.model, s.gradient_checkpointing)
         for p in self.trained().parameters():
+            p.requires_grad_(False)
+        for p in self.trained_parameters().values():
             p.requires_grad_(s.optim is not None)
         self._place()
+        if self.lora is not None:
+            self.lora.fill(dict(self.model.named_parameters()))
         self.model.train(s.optim is not None)
         switch_dropout_off(self.model)
 
@@ -58,15 +67,22 @@ class LocalModel:
     # -- what is trained -----------------------------------------------------------------------------------------------
 
     def trained(self) -> nn.Module:
-        """Return the module of all trained parameters."""
+        """Return the module of all parameters that are trained without LoRA."""
         if self.value_head is None:
             found: nn.Module = self.model
             return found
         return nn.ModuleDict({"model": self.model.base_model, "value_head": self.value_head})
 
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters by name: under LoRA the factors and the value head."""
+        every = dict(self.trained().named_parameters())
+        if self.lora is None:
+            return every
+        return {name: p for name, p in every.items() if is_factor(name) or name.startswith("value_head.")}
+
     def trained_names(self) -> Set[str]:
         """Return the names of all trained parameters, on whichever rank they are."""
-        return {name for name, _ in self.trained().named_parameters()}
+        return self.trained_parameters().keys()
 
     def trained_parts(self) -> list[nn.Parameter]:
         """Return the trained tensors, or this process's parts of them, with their gradients."""
@@ -102,12 +118,39 @@ class LocalModel:
 
     def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
         saved = self.model.state_dict()
-        yield from self.model.named_parameters()
+        yield from ((name, p) for name, p in self.model.named_parameters() if not is_factor(name))
         yield from ((name, b) for name, b in self.model.named_buffers() if name in saved)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Yield the parts of `Publishes.weight_parts`."""
-        return (whole_part(name, tensor) for name, tensor in self.named_weights() if tensor is not None)
+        named = ((name, tensor) for name, tensor in self.named_weights() if tensor is not None)
+        return (whole_part(name, self.with_factors(name, tensor.detach())) for name, tensor in named)
+
+    def published(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole tensor) of all weights, with the factors of LoRA merged in float32."""
+        return ((name, self.with_factors(name, self.delivered(name, p))) for name, p in self.named_weights())
+
+    def with_factors(self, name: str, weight: Tensor) -> Tensor:
+        """Return a whole weight with its LoRA factors merged. All ranks call this in the same order."""
+        if self.lora is None:
+            return weight
+        return self.lora.merged(name, weight, self._whole_factor)
+
+    def _whole_factor(self, name: str) -> Tensor:
+        return self.whole(self.model.get_parameter(name))
+
+    def factors_merged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model does not add the factors of LoRA, since its weights have them."""
+        return nullcontext() if self.lora is None else self.lora.off()
+
+    def exported(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the tensors of a checkpoint's folder for other programs: the weights, or the factors of LoRA by PEFT's
+        names."""
+        if self.lora is None:
+            return self.named_weights()
+        factors = self.lora.factors(dict(self.model.named_parameters()))
+        head = self.value_head if self.settings.head == "score" else None
+        return factors if head is None else chain(factors, [(SCORE, head.weight)])
 
     def whole(self, p: Tensor) -> Tensor:
         """Return the whole of a parameter, of which this process may have a part only."""

@@ -108,9 +108,10 @@ class Passes:
         model.set_attn_implementation(self._models_attention)
         unfuse(model)
         try:
-            for name, p, master in kept:
-                p.data = as_computed(name, master, dtype, fp8=fp8)
-            return [self._alone(model, ids) for ids in probes]
+            with self.local.factors_merged():
+                for name, p, master in kept:
+                    p.data = as_computed(name, self.local.with_factors(name, master), dtype, fp8=fp8)
+                return [self._alone(model, ids) for ids in probes]
         finally:
             for _, p, master in kept:
                 p.data = master

@@ -13,6 +13,7 @@ from verl.accel.devices import device_facts
 from verl.errors import Refused
 from verl.model_engine.base import Part
 from verl.model_engine.lm_head import Teacher
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
 from verl.nn.precision import native_bf16
@@ -48,6 +49,9 @@ class EngineSettings:
     """The head of the teacher of a student."""
     top_k: int = 0
     longest: int | None = None
+    lora: LoraSpec | None = None
+    base: Path | None = None
+    """The folder of the model, for an adapter that LoRA starts from."""
     offload: Sequence[Part] = ()
     """The parts of the state that are on the device only while they are used."""
 

@@ -21,7 +21,7 @@ class EngineState:
 
     def now(self) -> Snapshot:
         """Return the present state without a copy."""
-        params, optimizer = dict(self._local.trained().named_parameters()), self._updates.optimizer
+        params, optimizer = self._local.trained_parameters(), self._updates.optimizer
         state: dict[str, Tensor] = {f"model.{name}": p for name, p in params.items()}
         for name, p in params.items():
             for key, value in (optimizer.state.get(p, {}) if optimizer else {}).items():
@@ -31,7 +31,7 @@ class EngineState:
             "skipped": self._updates.skipped,
             "copied": self._updates.copied,
         }
-        return Snapshot(state, tuple(self._local.named_weights()), self._local.delivered, counters)
+        return Snapshot(state, tuple(self._local.exported()), self._local.delivered, counters)
 
     def snapshot(self) -> Snapshot:
         with self._offload.still():
@@ -42,7 +42,7 @@ class EngineState:
             self.now().copied(partial(self._on_host, copy=False)).save(path)
 
     def load(self, path: Path) -> None:
-        params = dict(self._local.trained().named_parameters())
+        params = self._local.trained_parameters()
         counters = load_state(path, self._local.trained_names(), params, self._updates.optimizer)
         counted = (int(counters.get(name, 0)) for name in ("optimizer_step", "skipped", "copied"))
         self._updates.steps, self._updates.skipped, self._updates.copied = counted

@@ -34,6 +34,7 @@ from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.updates import Updates
 from verl.objective import Term
+from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.types import Metrics
 from verl.wire import FP8
 
@@ -108,7 +109,7 @@ class TorchEngine:
     # -- Publishes -----------------------------------------------------------------------------------------------------
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.offload.stream(self._state.now().weights())
+        return self.offload.stream(self.local.published())
 
     def weight_parts(self) -> Iterator[WeightPart]:
         return self.local.weight_parts()
@@ -137,6 +138,13 @@ class TorchEngine:
     def load(self, path: Path) -> None:
         with self.awake("weights", "optimizer"):
             self._state.load(path)
+
+    def exported(self) -> Iterator[tuple[str, Tensor]]:
+        return self.offload.stream(self._state.now().weights())
+
+    @property
+    def exported_set(self) -> ParameterSet:
+        return POLICY_SET if self.local.lora is None else self.local.lora.parameters
 
     def snapshot(self) -> Snapshot:
         return self._state.snapshot()
@@ -176,6 +184,8 @@ def build(
         teacher=None if c.teacher is None else read_teacher(c.teacher),
         top_k=c.top_k,
         longest=c.longest,
+        lora=c.lora,
+        base=c.folder,
         offload=options.offload(trained=c.optim is not None),
     )
     return (kind or TorchEngine)(model, settings)

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.config.adapter import CONFIG, WEIGHTS
+from verl.config.adapter import CONFIG, WEIGHTS, peft_config
 from verl.config.model_files import read_weight_headers
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
@@ -161,9 +161,7 @@ def write_set(folder: Path, parameters: ParameterSet, tensors: Iterable[tuple[st
     """Write the factors of a LoRA set as the folder of an adapter, in PEFT's layout."""
     from safetensors.torch import save_file
 
-    config = {"peft_type": "LORA", "r": parameters.rank, "lora_alpha": parameters.scale * parameters.rank}
-    config |= {"target_modules": list(parameters.targets), "bias": "none", "base_model_name_or_path": base}
-    (folder / CONFIG).write_text(json.dumps(config | {"inference_mode": True}))
+    (folder / CONFIG).write_text(json.dumps(peft_config(parameters, base)))
     save_file({name: t.detach().cpu().clone() for name, t in tensors}, folder / WEIGHTS)  # type: ignore[attr-defined]
 
 

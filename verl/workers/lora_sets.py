@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl.model_engine.base import ModelEngine, Publishes
-from verl.model_engine.lora_source import LoraSource, read_lora
+from verl.model_engine.lora import read_lora
+from verl.model_engine.lora_source import LoraSource
 from verl.weight_sync.base import Outlet
 from verl.weight_sync.sender import WeightSender
 

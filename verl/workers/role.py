@@ -359,7 +359,7 @@ class Role:
 
     def export(self, path: Path) -> None:
         """Write a complete Hugging Face folder of the present weights."""
-        self.saving.export(path, self.engine.weights())
+        self.saving.export(path, self.engine.exported())
         self.ranks.all_gather(None)
 
     # -- private -------------------------------------------------------------------------------------------------------

@@ -61,11 +61,11 @@ class RoleSaving:
             done.set_exception(e)
 
     def export(self, path: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Write a complete Hugging Face folder of these weights, which all ranks gather."""
+        """Write a complete Hugging Face folder of these weights, or that of an adapter, which all ranks gather."""
         assert self._hf_export is not None, f"{self._role} is not exported"
         try:
             if is_first(self._ranks):
-                self._hf_export.write(path, weights)
+                self._hf_export.write(path, weights, self._engine.exported_set)
         finally:
             for _ in weights:  # all ranks gather the weights, even if the first one cannot write
                 pass

@@ -1,0 +1,253 @@
+"""LoRA in the trainer: outputs and gradients are PEFT's, nothing else changes, and what is written loads elsewhere."""
+
+import copy
+import importlib
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from causal_models import build
+from each import each
+from test_engine import NLL, batch_of, engine, make, params, samples
+from transformers import AutoModelForCausalLM
+
+from verl.batch import pack
+from verl.checkpoint.hf import HfExport
+from verl.checkpoint.shards import tensor_names
+from verl.errors import Refused
+from verl.model_engine.lora import A, B, is_factor
+from verl.model_engine.lora_spec import LoraSpec, lora_faults
+
+REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
+SPEC = LoraSpec(rank=4, alpha=8.0)
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3", "gpt2", "qwen3_moe")
+
+
+@pytest.fixture
+def peft(monkeypatch):
+    """The PEFT library of `make reference-packages`."""
+    monkeypatch.syspath_prepend(REFERENCES)
+    if not (REFERENCES / "peft").is_dir():
+        pytest.skip("peft is not installed (make reference-packages)")
+    return importlib.import_module("peft")
+
+
+def trained(model, spec=SPEC, **options):
+    """An engine with factors A and B that are not zero."""
+    found = engine(model, lora=spec, **options)
+    with torch.no_grad():
+        for name, p in found.model.named_parameters():
+            if name.endswith(B):
+                p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.2)
+    return found
+
+
+def as_peft(peft, ours, model, spec=SPEC):
+    """The same model and factors in PEFT."""
+    targets = list(ours.local.lora.parameters.targets)
+    config = peft.LoraConfig(
+        r=spec.rank, lora_alpha=spec.alpha, use_rslora=spec.rslora, target_modules=targets, lora_dropout=0.0
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = peft.get_peft_model(copy.deepcopy(model).double(), config).double()
+    given = {n: p for n, p in ours.model.named_parameters() if is_factor(n)}
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if ".lora_" in name:
+                p.copy_(given[name.removeprefix("base_model.model.").replace(".default.weight", "")])
+    return theirs.eval()
+
+
+def gradients(e, batch):
+    e.forward_backward(batch, NLL)
+    found = {n: p.grad.cpu().clone() for n, p in e.model.named_parameters() if p.grad is not None}
+    e.optimizer.zero_grad()
+    return found
+
+
+def padded(rows):
+    """ids, labels [n, t] of samples, for a plain model."""
+    ids = torch.zeros(len(rows), max(s.total_tokens for s in rows), dtype=torch.long)
+    labels = torch.full_like(ids, -100)
+    for i, s in enumerate(rows):
+        flat, start = torch.cat([torch.from_numpy(x.ids) for x in s.segments]), len(s.segments[0].ids)
+        ids[i, : len(flat)], labels[i, start : len(flat)] = flat, flat[start:]
+    return ids, labels
+
+
+@each("family", FAMILIES)
+def test_outputs_and_gradients_are_those_of_peft(peft, family):
+    """Packed with shared prompts, packed alone and padded. In float64, but for the norms of transformers and for fused
+    experts."""
+    model, dtype = build(family), "float32" if family == "qwen3_moe" else "float64"
+    rows = samples()
+    for mode, share in (("auto", True), ("auto", False), ("padded", False)):
+        ours = trained(model, attention_mode=mode, dtype=dtype)
+        theirs, (ids, labels) = as_peft(peft, ours, model).to(getattr(torch, dtype)), padded(rows)
+        logits = theirs(input_ids=ids).logits[:, :-1]
+        logprobs = torch.log_softmax(logits, -1)
+        loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:])
+        loss.backward()
+        batch = pack(rows, share_prefix=share)
+        batch = batch.with_columns(batch_of(rows).columns)
+        found = ours.infer(batch, ("logprobs",))["logprobs"]
+        wanted = [logprobs[i, t, labels[i, t + 1]] for i, t in (labels[:, 1:] != -100).nonzero().tolist()]
+        torch.testing.assert_close(found, torch.stack(wanted).to(found), rtol=1e-6, atol=2e-6)
+        got = gradients(ours, batch)
+        expected = {
+            n.removeprefix("base_model.model.").replace(".default.weight", ""): p.grad
+            for n, p in theirs.named_parameters()
+            if p.grad is not None
+        }
+        assert got.keys() == expected.keys() and got, "the factors alone have gradients"
+        for name, grad in expected.items():
+            torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_rank_stabilised_scale(peft):
+    model, spec = make(), LoraSpec(rank=4, alpha=8.0, rslora=True)
+    ours = trained(model, spec)
+    theirs = as_peft(peft, ours, model, spec)
+    (own,) = ours.passes.models_own([torch.arange(1, 9)], torch.float64)
+    logits = torch.log_softmax(theirs(input_ids=torch.arange(1, 9)[None]).logits[0], -1)
+    torch.testing.assert_close(own, logits[:-1].gather(-1, torch.arange(2, 9)[:, None])[:, 0])
+
+
+def test_an_update_changes_the_factors_and_nothing_else():
+    model = make()
+    ours = engine(model, lora=SPEC)
+    before = params(ours)
+    for _ in range(2):
+        ours.forward_backward(batch_of(samples()), NLL)
+        ours.optim_step()
+    changed = {name for name, p in params(ours).items() if not torch.equal(p, before[name])}
+    assert changed == {name for name in before if is_factor(name)}
+    assert {p for p in ours.optimizer.parameters} == {p for n, p in ours.model.named_parameters() if is_factor(n)}
+
+
+def test_training_starts_at_the_base():
+    model = make()
+    ours, plain = engine(model, lora=SPEC), engine(model)
+    batch = batch_of(samples())
+    assert torch.equal(ours.infer(batch, ("logprobs",))["logprobs"], plain.infer(batch, ("logprobs",))["logprobs"])
+    drawn = {n: p for n, p in ours.model.named_parameters() if n.endswith(A)}
+    other = {n: p for n, p in engine(model, lora=replace(SPEC, seed=1)).model.named_parameters() if n.endswith(A)}
+    assert all(p.std() > 0 and not torch.equal(p, other[n]) for n, p in drawn.items())
+
+
+@each("family", ("qwen3", "gpt2"))
+def test_published_weights_are_the_base_with_the_product_of_the_factors(family):
+    model = build(family)
+    ours = trained(model)
+    plain = engine(model, optim=None)
+    with torch.no_grad():
+        for name, weight in ours.weights():
+            plain.model.get_parameter(name).copy_(weight)
+    batch = batch_of(samples())
+    found = [e.infer(batch, ("logprobs",))["logprobs"] for e in (ours, plain, engine(model))]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+    assert (found[0] - found[2]).abs().max() > 0.05, "the factors matter"
+    parts = {part.name: part.mine for part in ours.weight_parts()}
+    assert all(torch.equal(parts[name], weight) for name, weight in ours.weights())
+    probes = [torch.arange(1, 12).numpy()]
+    own, theirs = (e.own_logprobs(probes, "float32")[0] for e in (ours, plain))
+    assert abs(own - theirs).max() < 1e-5
+
+
+def test_the_state_of_a_checkpoint_is_factors_and_moments(tmp_path):
+    model, rows = make(), samples()
+    ours = engine(model, lora=SPEC)
+    for _ in range(2):
+        ours.forward_backward(batch_of(rows), NLL)
+        ours.optim_step()
+    ours.save(tmp_path / "state")
+    saved = {name.rpartition(".")[2] for name in tensor_names(tmp_path / "state")}
+    assert saved == {A, B}, "no weight of the base"
+    again = engine(model, lora=replace(SPEC, seed=9))
+    again.load(tmp_path / "state")
+    for e in (ours, again):
+        e.forward_backward(batch_of(rows), NLL)
+        e.optim_step()
+    assert all(torch.equal(p, params(again)[n]) for n, p in params(ours).items())
+    for spec in (replace(SPEC, rank=2), None):
+        with pytest.raises(Refused, match="the checkpoint is of another model"):
+            engine(model, lora=spec).load(tmp_path / "state")
+
+
+def test_the_exported_folder_is_an_adapter_that_peft_and_training_load(peft, tmp_path):
+    base = tmp_path / "base"
+    make().save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    ours = trained(model)
+    snapshot = ours.snapshot()
+    want = ours.own_logprobs([torch.arange(1, 12).numpy()], "float32")[0]
+    with torch.no_grad():  # training goes on while the snapshot is written
+        for name, p in ours.model.named_parameters():
+            p.mul_(2.0 if is_factor(name) else 1.0)
+    HfExport(base).write(tmp_path / "hf", snapshot.weights(), ours.exported_set)
+    assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert json.loads((tmp_path / "hf" / "adapter_config.json").read_text())["r"] == SPEC.rank
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "hf").double()
+    logits = torch.log_softmax(theirs(input_ids=torch.arange(1, 12)[None]).logits[0], -1)
+    got = logits[:-1].gather(-1, torch.arange(2, 12)[:, None])[:, 0]
+    assert (got - torch.from_numpy(want)).abs().max() < 1e-5
+    again = engine(model, lora=LoraSpec(path=str(tmp_path / "hf")), base=base)
+    assert again.local.lora.parameters.rank == SPEC.rank
+    assert abs(again.own_logprobs([torch.arange(1, 12).numpy()], "float32")[0] - want).max() < 1e-5
+    with torch.no_grad(), again.local.lora.off():
+        batch = batch_of(samples())
+        plain = engine(model).infer(batch, ("logprobs",))["logprobs"]
+        assert torch.equal(again.infer(batch, ("logprobs",))["logprobs"], plain), "the adapter is switched off"
+
+
+@each(
+    "targets, exclude, found",
+    [
+        (["q_proj", "v_proj"], [], {"q_proj", "v_proj"}),
+        (["all-linear"], ["mlp.*proj", "o_proj"], {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"}),
+        (["all-linear"], [r".*\.mlp\..*"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
+        ([r"model\.layers\.1\..*q_proj"], [], {"q_proj"}),
+    ],
+)
+def test_targets(targets, exclude, found):
+    if exclude and exclude[0] == "mlp.*proj":
+        with pytest.raises(Refused, match=r"model.lora.exclude=mlp.\*proj: no linear layer"):
+            engine(make(), lora=replace(SPEC, targets=targets, exclude=exclude))
+        return
+    names = engine(make(), lora=replace(SPEC, targets=targets, exclude=exclude)).local.lora.parameters.targets
+    assert {name.rpartition(".")[2] for name in names} == found
+    assert len(names) == len(found) * (1 if "1" in targets[0] else 2)
+
+
+@each(
+    "spec, text",
+    [
+        (replace(SPEC, targets=["w_proj"]), "model.lora.targets=w_proj: no linear layer of Qwen3ForCausalLM"),
+        (replace(SPEC, targets=["lm_head"]), "model.lora.targets=lm_head: no linear layer"),
+        (replace(SPEC, rank=17), "model.lora.rank=17: model.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(spec, text):
+    with pytest.raises(Refused, match=text):
+        engine(make(), lora=spec)
+
+
+@each(
+    "given, text",
+    [
+        ({"alpha": 16.0}, "model.lora.alpha without a rank does nothing"),
+        ({"rank": 8, "seed": 3}, "model.lora.seed=3: factors are drawn from run.seed"),
+        ({"rank": 8, "path": "/"}, "model.lora.rank=8 beside model.lora.path"),
+        ({"path": "/no/such"}, "model.lora.path=/no/such: no such folder"),
+        ({"rank": 8, "targets": []}, "name layers"),
+        ({"rank": 0}, None),
+        ({"rank": 8}, None),
+    ],
+)
+def test_faults_of_options(given, text):
+    found = [*lora_faults(given)]
+    assert (not found) if text is None else (text in found[0])

@@ -1,0 +1,33 @@
+"""Export of a LoRA set as the folder of an adapter, which PEFT, serving engines and `model.lora.path` can load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
+
+from torch import Tensor
+
+from verl.checkpoint.safetensors_file import Shard
+from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
+from verl.config.adapter import CONFIG, WEIGHTS, peft_config
+from verl.parameter_set import ParameterSet
+
+SCORE = f"base_model.model.{SCORE_WEIGHT}"
+"""The name of a reward model's head in the folder of its adapter."""
+
+
+def write_adapter(directory: Path, parameters: ParameterSet, base: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write adapter_config.json and the tensors, one at a time. parameters: the LoRA set · base: the folder of its base
+    model · tensors: (PEFT's name, tensor), all of one dtype. A reward model's head is written whole."""
+    with closing(Shard(directory / f"{WEIGHTS}.part")) as shard:
+        for name, tensor in tensors:
+            if not shard.add(name, tensor):
+                raise ValueError(f"{directory}: an adapter of more than one file, at {name}")
+        shard.finish()
+    shard.path.rename(directory / WEIGHTS)
+    config = peft_config(parameters, str(base)) | {"task_type": "CAUSAL_LM"}
+    if SCORE in shard.names:
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE_WEIGHT.partition(".")[0]]}
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,178 @@
+"""LoRA in a model that is trained: factors beside the frozen weights of its linear layers.
+
+A layer computes W x + scale * B A x with the factors A [rank, in] and B [out, rank], which are parameters of the layer
+with the names lora_A and lora_B. They are therefore gathered, cut and moved with the layer's weight."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from verl.config.adapter import WEIGHTS, read_adapter
+from verl.errors import Refused
+from verl.model_engine.hf_parts import Index, part_and_place
+from verl.model_engine.lora_spec import LoraSpec, target_modules
+from verl.nn.lora import layer_size
+from verl.parameter_set import ParameterSet
+
+A, B = "lora_A", "lora_B"
+TRAINED_SET = "lora"
+"""The id of the parameter set that is trained."""
+
+
+class LoraLayers:
+    """The layers of a model with factors, and whether they are used.
+
+    model: an instantiated causal LM, which may be without storage · base: its folder, for an adapter to start from"""
+
+    def __init__(self, model: Any, spec: LoraSpec, base: Path | None = None) -> None:
+        self._spec, self._start, self.on = spec, dict[str, Tensor](), True
+        if spec.path is not None:
+            assert base is not None, "an adapter is read on top of the folder of its base"
+            self.parameters, self._start = read_lora(TRAINED_SET, Path(spec.path).expanduser(), base)
+        else:
+            targets = target_modules(spec, *_linears(model), model=type(model).__name__)
+            self.parameters = ParameterSet(
+                id=TRAINED_SET, kind="lora", base="", rank=spec.rank, scale=spec.scale, targets=targets
+            )
+        self._turned = set[str]()
+        for module in self.parameters.targets:
+            self._add(model, module)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all factors, A before B."""
+        return [f"{module}.{name}" for module in self.parameters.targets for name in (A, B)]
+
+    def _add(self, model: Any, module: str) -> None:
+        rank, (into, out) = self.parameters.rank, layer_size(model, module, TRAINED_SET)
+        if rank > min(into, out):
+            raise Refused(
+                f"model.lora.rank={rank}: {module} of {type(model).__name__} is [{out}, {into}], and a rank is at most "
+                f"its shorter side; lower the rank"
+            )
+        layer = model.get_submodule(module)
+        if not isinstance(layer, nn.Linear):  # its weight is [in, out]
+            self._turned.add(f"{module}.weight")
+        for name, shape in ((A, (rank, into)), (B, (out, rank))):
+            empty = torch.empty(shape, dtype=layer.weight.dtype, device=layer.weight.device)
+            layer.register_parameter(name, nn.Parameter(empty))
+        layer.register_forward_hook(self._forward)
+
+    def _forward(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        if not self.on:
+            return None
+        return output + linear(linear(inputs[0], layer.lora_A), layer.lora_B) * self.parameters.scale
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside the context the model computes with its own weights only."""
+        before, self.on = self.on, False
+        try:
+            yield
+        finally:
+            self.on = before
+
+    @torch.no_grad()
+    def fill(self, into: Mapping[str, Tensor]) -> None:
+        """Give the factors the values that training starts from: those of an adapter, or random A and zeros for B. The
+        values do not depend on how the tensors are sharded. into: by their names in the model; others are ignored."""
+        for module in self.parameters.targets:
+            for name, own in zip((A, B), self.parameters.factors(module), strict=True):
+                if (p := into.get(f"{module}.{name}")) is None:
+                    continue
+                mine, index = part_and_place(p)
+                if own in self._start:
+                    mine.copy_(self._start[own][index])
+                elif name == B:
+                    mine.zero_()
+                else:
+                    mine.copy_(_drawn(p.shape, self._spec.seed, module)[index])
+        self._start = {}
+
+    def merged(self, name: str, weight: Tensor, factors: Callable[[str], Tensor], index: Index | None = None) -> Tensor:
+        """Return a weight of the model with the product of its factors added; the weight itself if it has none.
+
+        weight: a float32 tensor, or the part at `index` of it · factors: returns a whole factor by its name"""
+        module = name.removesuffix(".weight")
+        if module == name or module not in self._targets:
+            return weight
+        a, b = factors(f"{module}.{A}").float(), factors(f"{module}.{B}").float()
+        turned = name in self._turned
+        rows, columns = (slice(None), slice(None)) if index is None else index[::-1] if turned else index
+        product = b[rows] @ a[:, columns]
+        return torch.add(weight, product.T if turned else product, alpha=self.parameters.scale)
+
+    @property
+    def _targets(self) -> frozenset[str]:
+        return frozenset(self.parameters.targets)
+
+    def factors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B."""
+        for module in self.parameters.targets:
+            for name, own in zip((A, B), self.parameters.factors(module), strict=True):
+                yield own, named[f"{module}.{name}"]
+
+    def on_base(self, identity: str) -> ParameterSet:
+        """Return the set on top of the base weights with this identity."""
+        return replace(self.parameters, base=identity)
+
+
+def is_factor(name: str) -> bool:
+    """Return True for the name of a factor in a model."""
+    return name.rpartition(".")[2] in (A, B)
+
+
+def _linears(model: Any) -> tuple[list[str], list[str]]:
+    """Return the names of all linear layers but the output head, and of those in the decoder layers."""
+    head, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
+    every = [
+        name
+        for name, module in model.named_modules()
+        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    ]
+    inner = [name for name in every if name.startswith(prefix) and any(part.isdigit() for part in name.split("."))]
+    return every, inner
+
+
+def _drawn(shape: torch.Size, seed: int, module: str) -> Tensor:
+    """Return a factor A as PEFT draws it: uniform within 1 / sqrt(inputs). Each module has a seed of its own."""
+    key = hashlib.blake2b(f"{seed} {module}".encode(), digest_size=7).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
+    bound = 1 / math.sqrt(shape[1])
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+
+
+def read_lora(name: str, folder: Path, base: Path) -> tuple[ParameterSet, dict[str, Tensor]]:
+    """Read the folder of an adapter, in PEFT's layout, as a LoRA set of this name. base: the folder of its base model.
+
+    Return the set, with that folder as its base, and its factors in float32. A set has one rank and one scale: a factor
+    of a lower rank is padded with zeros, and a module's other scale is multiplied into its factor B. Raise ValueError
+    for an adapter of another model, or with tensors that are no factors."""
+    parts = read_adapter(folder, base)
+    if whole := sorted(name for name, part in parts.items() if part.whole or not part.a):
+        raise Refused(f"{folder}: an adapter with the whole tensor {whole[0]}; only factors can be published as a set")
+    with safe_open(folder / WEIGHTS, "pt") as file:
+        read = {
+            name: (file.get_tensor(part.a).float(), file.get_tensor(part.b).float()) for name, part in parts.items()
+        }
+    rank, scale = max(len(a) for a, _ in read.values()), max((part.scale for part in parts.values()), key=abs)
+    modules = {name: name.removesuffix(".weight") for name in sorted(read)}
+    found = ParameterSet(id=name, kind="lora", base=str(base), rank=rank, scale=scale, targets=tuple(modules.values()))
+    factors = dict[str, Tensor]()
+    for weight, module in modules.items():
+        (a, b), more = read[weight], rank - len(read[weight][0])
+        if (own := parts[weight].scale) != scale:
+            b = b * (own / scale)
+        factors |= zip(found.factors(module), (pad(a, (0, 0, 0, more)), pad(b, (0, more))))
+    return found, factors

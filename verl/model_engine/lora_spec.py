@@ -1,0 +1,96 @@
+"""The settings of LoRA training. No torch: configuration and plan read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from verl.bounds import NonNegativeInt, Positive
+from verl.errors import Refused
+
+ALL_LINEAR = "all-linear"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSpec:
+    """The options below `model.lora`. With `rank` or `path` a LoRA adapter is trained, and the model's own weights are
+    frozen."""
+
+    rank: NonNegativeInt = 0
+    """The rank of the factors. 0: all weights are trained."""
+    alpha: Positive = 32.0
+    """The product of the factors is multiplied by alpha / rank."""
+    rslora: bool = False
+    """It is multiplied by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
+    targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """The linear layers with factors: ends of their names (q_proj), regular expressions of whole names, or all-linear:
+    those of the decoder layers."""
+    exclude: list[str] = field(default_factory=list)
+    """Layers without factors, named in the same way."""
+    path: str | None = None
+    """The folder of an adapter, in PEFT's layout, that training starts from. Its rank, alpha and targets are used."""
+    seed: int = 0
+    """Draws the factors A. In a run it is run.seed."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+
+def trained_by(given: Mapping[str, Any], seed: int = 0) -> LoraSpec | None:
+    """Return the settings of LoRA with these options, which have no fault; None if all weights are trained."""
+    spec = LoraSpec(**given)
+    return replace(spec, seed=seed) if spec.rank or spec.path else None
+
+
+def lora_faults(given: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each fault of the options below `model.lora`, whose types are right."""
+    if not given:
+        return
+    spec = LoraSpec(**given)
+    if not spec.rank and spec.path is None:
+        named = ", ".join(f"model.lora.{key}" for key in given if key != "rank")
+        if named:
+            yield f"{named} without a rank does nothing: set model.lora.rank=32, or leave it out"
+        return
+    if "seed" in given:
+        yield f"model.lora.seed={spec.seed}: factors are drawn from run.seed; set that"
+    if spec.path is not None:
+        if own := sorted(given.keys() & {"rank", "alpha", "rslora", "targets", "exclude"}):
+            prefix = f"model.lora.{own[0]}={given[own[0]]} beside model.lora.path"
+            yield f"{prefix}: the adapter in it has its own; leave it out"
+        if not Path(spec.path).expanduser().is_dir():
+            yield f"model.lora.path={spec.path}: no such folder; give the folder of an adapter (adapter_config.json)"
+    elif not spec.targets:
+        yield "model.lora.targets=[]: name layers, or leave it out for all linear layers"
+
+
+def target_modules(spec: LoraSpec, linears: Iterable[str], inner: Iterable[str], model: str) -> tuple[str, ...]:
+    """Return the names of the layers that get factors, in the model's order.
+
+    linears: the names of all linear layers but the output head · inner: those in decoder layers, for all-linear ·
+    model: its class, for messages. Raise ValueError for an entry that names no layer."""
+    every = list(linears)
+    wanted = {name for entry in spec.targets for name in _named(entry, every, inner, "targets", model)}
+    for entry in spec.exclude:
+        wanted -= _named(entry, every, inner, "exclude", model)
+    if not wanted:
+        raise Refused(f"model.lora.exclude={spec.exclude}: no layer is left to train; leave some of it out")
+    return tuple(name for name in every if name in wanted)
+
+
+def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str, model: str) -> set[str]:
+    if entry == ALL_LINEAR:
+        return {*inner}
+    found = {name for name in every if f".{name}".endswith(f".{entry}")}
+    try:
+        found |= {name for name in every if re.fullmatch(entry, name)}
+    except re.error as e:
+        raise Refused(f"model.lora.{key}={entry}: not a regular expression ({e}); name layers") from e
+    if not found:
+        ends = ", ".join(sorted({name.rpartition(".")[2] for name in every}))
+        raise Refused(f"model.lora.{key}={entry}: no linear layer of {model} has this name; they are {ends}")
+    return found
