@@ -37,6 +37,7 @@ SECTIONS = (
     "ragged",
     "breakdown",
     "gpu",
+    "lora",
     "algorithms",
     "against",
     "workers",

@@ -1,0 +1,189 @@
+"""Training on one machine: light optimizers, measured beside their limits.
+
+    python bench/lora.py [part ...] [--size 100M] [--threads 1] [--record]
+
+Each part is a function that returns its rows; each number is printed beside its limit. optimizers: bytes of states per
+value of the matrices of layers, read from real states after a step; and an update of 8 x 8 x 128 tokens (forward,
+backward, optimizer) against the same update with AdamW, in CPU time, which depends little on other processes.
+--record writes bench/records/lora/ and this bench's part of bench/RESULTS.md from all records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from bench.report import assemble
+from bench.results import Table
+from bench.status import _clean_commit, _machine
+from verl.algorithms.losses import nll
+from verl.batch import pack
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.optimizer_table import OPTIMIZERS
+from verl.model_engine.optimizers import make_optimizer, role_of
+from verl.model_engine.settings import EngineSettings
+from verl.model_engine.torch_engine import TorchEngine
+from verl.objective import Term
+from verl.types import Sample, Segment
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "bench" / "records" / "lora"
+SIZES: Mapping[str, Mapping[str, int]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
+    "10M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 32_000},
+    "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32_000},
+}
+STATE_LIMITS = {"adamw": 8.0, "adamw_8bit": 2.3, "adam_mini": 4.2, "muon": 4.2, "apollo_mini": 0.2}
+STEP_LIMITS = {"muon": 1.5}
+STEP_LIMIT = 1.15
+REPEATS = 3
+"""Steps of each optimizer, after one that is dropped; the median counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A number beside its limit, which it must not exceed; `at_least`: which it must reach. None: it has no limit."""
+
+    what: str
+    value: float
+    limit: float | None = None
+    at_least: bool = False
+
+    @property
+    def met(self) -> bool:
+        """Whether the limit is kept."""
+        return self.limit is None or (self.value >= self.limit if self.at_least else self.value <= self.limit)
+
+    def cells(self) -> tuple[str, str, str]:
+        sign = ">=" if self.at_least else "<="
+        limit = "" if self.limit is None else f"{sign} {self.limit:g}{'' if self.met else ' MISSED'}"
+        return self.what, f"{self.value:.4g}", limit
+
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+
+def optimizers(size: str) -> Iterator[Row]:
+    """Yield the state bytes per value of each optimizer, and its update's CPU time as a multiple of AdamW's."""
+    rows, tokens = (8, 128) if size != "tiny" else (1, 16)
+    sizes = {"num_attention_heads": SIZES[size]["hidden_size"] // 64, "head_dim": 64, "num_key_value_heads": 1}
+    config = Qwen3Config.from_dict({**SIZES[size], **sizes, "tie_word_embeddings": True})
+    torch.manual_seed(0)
+    engine = TorchEngine(
+        Qwen3ForCausalLM(config), EngineSettings(optim=OptimSpec(lr=1e-6), max_tokens_per_microbatch=2048)
+    )
+    batch = _batch(8 * rows, tokens, config.vocab_size)
+    passes_s = _cpu_seconds(lambda: engine.forward_backward(batch, [Term(name="nll", fn=nll)]))
+    model, seconds = engine.model, dict[str, float]()
+    embeddings = [model.get_input_embeddings().weight]
+    matrices = [p for name, p in model.named_parameters() if role_of(name, p, embeddings) == "matrix"]
+    for name in OPTIMIZERS:
+        optimizer = make_optimizer(model, OptimSpec(lr=1e-6, name=name), config)
+        optimizer.step()
+        seconds[name] = statistics.median(_cpu_seconds(optimizer.step) for _ in range(REPEATS))
+        held = sum(t.nbytes for p in matrices for t in optimizer.state[p].values() if t.ndim)
+        values = sum(p.numel() for p in matrices)
+        yield Row(f"{name}: bytes of states per value of a matrix", held / values, STATE_LIMITS.get(name))
+    total = sum(p.numel() for p in model.parameters())
+    for name, step_s in seconds.items():
+        yield Row(f"{name}: its step alone, CPU ns per parameter", 1e9 * step_s / total)
+    for name in [name for name in OPTIMIZERS if name != "adamw"]:
+        ratio = (passes_s + seconds[name]) / (passes_s + seconds["adamw"])
+        yield Row(f"{name}: an update against AdamW's", ratio, STEP_LIMITS.get(name, STEP_LIMIT))
+
+
+def _batch(rows: int, tokens: int, vocab: int) -> Any:
+    """Return random rows of one prompt token and `tokens` sampled ones, with the weights of a mean."""
+    drawn, samples = np.random.default_rng(0), []
+    for i in range(rows):
+        ids = drawn.integers(4, vocab, tokens + 1)
+        sampled = Segment(ids=ids[1:], source="sampled", logprobs=np.zeros(tokens, np.float32), version=0)
+        segments, name = (Segment(ids=ids[:1], source="prompt"), sampled), str(i)
+        samples.append(Sample(sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=segments))
+    weight = torch.full((rows * tokens,), 1.0 / (rows * tokens), dtype=torch.float64)
+    return pack(samples, share_prefix=False).with_columns({"w/nll": weight})
+
+
+def _cpu_seconds(call: Callable[[], Any]) -> float:
+    before_s = time.process_time()
+    call()
+    return time.process_time() - before_s
+
+
+PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"optimizers": optimizers}
+"""The parts by name. Each is given the size of the model."""
+
+
+# -- records -----------------------------------------------------------------------------------------------------------
+
+
+def record(part: str, size: str, rows: Sequence[Row], folder: Path, commit: str) -> Path:
+    """Write the numbers of a part in place of its former ones. Return the path."""
+    about = {"part": part, "size": size, "machine": _machine("cpu"), "date": date.today().isoformat()}
+    about |= {"commit": commit, "torch": torch.__version__}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{part}.{size}.json"
+    path.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    return path
+
+
+def section(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the part of bench/RESULTS.md: a table for each recorded part."""
+    head = ["## Training on one machine", "Command: `python bench/lora.py --record`."]
+    for found in records:
+        title = f"{found['part']}, {found['size']} parameters: {found['machine']}, {found['commit']} on {found['date']}"
+        rows = tuple(Row(**row).cells() for row in found["rows"])
+        head.append(Table(f"{title} (torch {found['torch']})", ("", "verl", "limit"), rows).markdown())
+    return "\n\n".join(head) + "\n"
+
+
+def write_section(folder: Path, bench: Path) -> None:
+    """Write the section from all records in a folder."""
+    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    (bench / "sections" / "lora.md").write_text(section(records))
+    assemble(bench)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the requested parts; return 1 if a limit is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default all")
+    parser.add_argument("--size", choices=SIZES, default="100M")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--record", action="store_true")
+    asked = parser.parse_args(argv)
+    if unknown := [name for name in asked.parts if name not in PARTS]:
+        parser.error(f"{unknown[0]}: there are the parts {', '.join(PARTS)}")
+    if asked.record and asked.size == "tiny":
+        parser.error("--record is for real sizes")
+    commit = _clean_commit() if asked.record else ""  # before minutes of measuring
+    torch.set_num_threads(asked.threads)
+    every = list[Row]()
+    for part in asked.parts or PARTS:
+        found = list[Row]()
+        for row in PARTS[part](asked.size):
+            found.append(row)
+            print(f"{row.cells()[0]:60} {row.cells()[1]:>8} {row.cells()[2]}", flush=True)
+        if asked.record:
+            print(f"recorded in {record(part, asked.size, found, RECORDS, commit)}", flush=True)
+            write_section(RECORDS, ROOT / "bench")
+        every += found
+    return 0 if all(row.met for row in every) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,47 @@
+"""bench/lora.py at a toy size: numbers beside limits, and records."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import lora
+from bench.lora import Row
+from verl.model_engine.optimizer_table import OPTIMIZERS
+
+
+def test_the_states_of_each_optimizer_are_measured_and_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "REPEATS", 1)
+    found = {row.what: row for row in lora.optimizers("tiny")}
+    states = {name: found[f"{name}: bytes of states per value of a matrix"] for name in OPTIMIZERS}
+    assert {name for name, row in states.items() if row.limit} == set(lora.STATE_LIMITS)
+    assert all(row.met for row in states.values()), states
+    assert states["adamw"].value == 8 and states["muon"].value == 4 and states["adamw_8bit"].value > 2
+    for name in set(OPTIMIZERS) - {"adamw"}:
+        assert found[f"{name}: an update against AdamW's"].value > 0
+    assert found["muon: an update against AdamW's"].limit == 1.5
+
+
+def test_a_limit_that_is_missed_is_named() -> None:
+    assert Row("a", 1.2, 1.15).cells() == ("a", "1.2", "<= 1.15 MISSED") and Row("a", 1.1, 1.15).met
+    assert Row("a", 2.0, 3.0, at_least=True).cells() == ("a", "2", ">= 3 MISSED")
+    assert Row("a", 3.0, 3.0, at_least=True).met and Row("a", 99.0).met
+
+
+def test_a_missed_limit_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = {"good": lambda size: iter([Row(size, 1.0, 2.0)]), "bad": lambda size: iter([Row(size, 3.0, 2.0)])}
+    monkeypatch.setattr(lora, "PARTS", parts)
+    assert lora.main(["good", "--size", "tiny"]) == 0 and lora.main(["--size", "tiny"]) == 1
+    assert "MISSED" in capsys.readouterr().out
+
+
+def test_records_become_the_section(tmp_path: Path) -> None:
+    lora.record("optimizers", "10M", [Row("old", 1.0)], tmp_path, "abc")
+    path = lora.record("optimizers", "10M", [Row("muon", 1.25, 1.5), Row("plain", 2.0)], tmp_path, "def")
+    lora.record("other", "100M", [Row("speed", 2.0, 3.0, at_least=True)], tmp_path, "abc")
+    text = lora.section([json.loads(one.read_text()) for one in sorted(tmp_path.glob("*.json"))])
+    assert path.name == "optimizers.10M.json" and "old" not in text
+    assert "| muon | 1.25 | <= 1.5 |" in text and "| plain | 2 |  |" in text and "| speed | 2 | >= 3 MISSED |" in text
+    assert "other, 100M parameters" in text and "def on " in text
