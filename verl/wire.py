@@ -9,8 +9,10 @@ from verl.errors import Refused
 
 FP8 = "fp8"
 """The value of rollout.dtype for projections in blocks of 8 bits; other tensors and the activations are bfloat16."""
+FP8_INPUTS = "fp8 with its inputs"
+"""The dtype of an engine with such projections that quantises their inputs too, each token by runs of columns."""
 FP8_BLOCK = 128
-"""The rows and the columns of a block of weights that share a scale."""
+"""The rows and the columns of a block of weights that share a scale; the columns of an input that do."""
 FP8_CAPABILITY = (8, 9)
 """The first compute capability of NVIDIA cards that converts E4M3 values."""
 FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64": (11, 52)}
@@ -32,6 +34,9 @@ class WireFormat:
     """The dtypes of tensors that the engine keeps in another dtype, by name: buffers, or router gates in float32."""
     fp8: bool = False
     """Projections are sent as values in 8 bits and scales (`nn/fp8.py`)."""
+    fp8_inputs: bool = False
+    """The engine quantises the inputs of these projections too. What is sent does not depend on it; the pass of the
+    trainer that the canary compares with does."""
 
     def dtype_of(self, name: str) -> str | None:
         """Return the dtype in which the tensor `name` is sent; None: in the trainer's own."""
@@ -56,9 +61,8 @@ class WireFormat:
         dtype = widest_of([one.dtype for one in formats])
         names = sorted({name for one in formats for name in one.exceptions}) if dtype is not None else []
         every = {name: widest_of([one.dtype_of(name) for one in formats]) for name in names}
-        return WireFormat(
-            dtype, {name: of for name, of in every.items() if of is not None and of != dtype}, fp8 == {True}
-        )
+        kept = {name: of for name, of in every.items() if of is not None and of != dtype}
+        return WireFormat(dtype, kept, fp8 == {True}, any(one.fp8_inputs for one in formats))
 
 
 AS_HELD = WireFormat()

@@ -22,6 +22,7 @@ from verl.model_engine.sharded import ShardedEngine
 from verl.model_engine.snapshot import COUNTERS, Snapshot
 from verl.nn import precision
 from verl.weight_sync.sender import WeightSender
+from verl.wire import FP8, FP8_INPUTS
 
 ONE, TWO, FOUR = Layout(world_size=1), Layout(world_size=2), Layout(world_size=4, replicate=2)
 FULL = bool(os.environ.get("FULL_GRID"))
@@ -230,7 +231,7 @@ def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(rol
             def prove(rank: int, model: str = model, layout: Layout = layout) -> Any:
                 e = engine(model, role, layout)
                 worst = e.check_packing(share_prefix=True)
-                own = {dtype: e.own_logprobs(probes, dtype) for dtype in ("float32", "bfloat16")}
+                own = {dtype: e.own_logprobs(probes, dtype) for dtype in ("float32", "bfloat16", FP8, FP8_INPUTS)}
                 again = e.infer(share(Case(layout, "reference", model=model), rank)[1], alone.capabilities.outputs[:1])
                 return worst, own, weights(e), again
 

@@ -87,6 +87,14 @@ FAULTS = [
     (["rollout.engine=natve"], "did you mean native"),
     (["rollout.dtype=float16"], "bfloat16"),
     (["rollout.dtype=fp8", "rollout.engine=hf"], "which gets no weights in 8 bits: set rollout.engine=native"),
+    (
+        ["rollout.dtype=fp8", "rollout.engine=server", "rollout.url=http://127.0.0.1:1"],
+        "server, which gets no weights in",
+    ),
+    (
+        ["rollout.dtype=fp8", "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1"],
+        "dtype=fp8 with rollout.url=http://127.0.0.1:1: a server that runs was not started with a model of such",
+    ),
     (["model.dtype=bf16"], "did you mean bfloat16"),
     (["model.device=gpu"], "auto, cpu, cuda"),
     (["model.engine_options.attention=flash"], "auto, padded"),

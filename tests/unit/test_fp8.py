@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from families import QWEN3, QWEN3_MOE
 from on_device import DEVICE
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
-from verl.nn.fp8 import LARGEST, SCALES, VALUES, as_computed, dequantise, dequantised, in_blocks, quantise, scales_shape
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
+from verl.model_engine.torch_engine import TorchEngine
+from verl.nn.fp8 import (
+    LARGEST,
+    SCALES,
+    VALUES,
+    RoundedInputs,
+    as_computed,
+    dequantise,
+    dequantised,
+    in_blocks,
+    quantise,
+    rounded_inputs,
+    scales_shape,
+)
 
 
 def reference(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +118,7 @@ def test_blocks_have_the_same_bits_on_every_device(dtype: torch.dtype) -> None:
 
 def test_projections_are_quantised_and_nothing_else() -> None:
     layer = "model.layers.0."
-    yes = ("self_attn.q_proj.weight", "mlp.down_proj.weight")
+    yes = ("self_attn.q_proj.weight", "mlp.down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight")
     no = ("self_attn.q_norm.weight", "mlp.gate.weight", "input_layernorm.weight")
     assert all(in_blocks(layer + name, (8, 8)) for name in yes) and not any(in_blocks(layer + n, (8, 8)) for n in no)
     assert in_blocks(layer + "mlp.experts.gate_up_proj", (4, 8, 8)) and not in_blocks(
@@ -130,3 +151,63 @@ def test_a_weight_is_rounded_after_its_blocks() -> None:
     assert torch.equal(as_computed("q_proj.weight", weight, torch.bfloat16, fp8=True), blocks.bfloat16())
     assert torch.equal(as_computed("q_proj.weight", weight, torch.bfloat16, fp8=False), weight.bfloat16())
     assert torch.equal(as_computed("lm_head.weight", weight, torch.bfloat16, fp8=True), weight.bfloat16())
+
+
+@pytest.mark.parametrize("columns", [128, 300, 7])
+def test_inputs_are_rounded_token_by_token_in_runs_of_128_columns(columns: int) -> None:
+    inputs = torch.randn(2, 3, columns) * 10 ** torch.randn(2, 3, 1)
+    inputs[0, 0] = 0.0
+    found = rounded_inputs(inputs)
+    for token, made in zip(inputs.view(-1, columns), found.view(-1, columns), strict=True):
+        for at in range(0, columns, 128):
+            run = token[None, at : at + 128]
+            assert torch.equal(made[at : at + 128], dequantise(*quantise(run))[0]), "a block of one row"
+    assert rounded_inputs(inputs.bfloat16()).dtype == torch.bfloat16 and bool(found.isfinite().all())
+
+
+def test_only_products_with_the_added_weights_have_rounded_inputs() -> None:
+    weight, other, experts = torch.randn(20, 130), torch.randn(20, 130), torch.randn(3, 20, 130)
+    x, linear = torch.randn(5, 130), torch.nn.functional.linear
+    made, plain = rounded_inputs(x), linear(x, weight)
+    mode = RoundedInputs()
+    mode.add(weight)
+    mode.add(experts)
+    with mode:
+        assert torch.equal(linear(x, weight), plain) is False
+        found = linear(x, weight), linear(x, other), linear(x, experts[1]), linear(x, weight, torch.ones(20))
+    expected = linear(made, weight), linear(x, other), linear(made, experts[1]), linear(made, weight, torch.ones(20))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(linear(x, weight), plain), "it has ended"
+
+
+@pytest.mark.parametrize("config", [QWEN3, QWEN3_MOE], ids=["dense", "experts"])
+def test_the_models_own_pass_rounds_the_inputs_of_every_projection(config: Any) -> None:
+    """Against the same model whose products are written out: a hook on each linear layer, and the experts one by
+    one."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    ids, simple = torch.arange(2, 14), copy.deepcopy(module).eval()
+    for name, p in simple.named_parameters():
+        p.data = as_computed(name, p.detach(), torch.float32, fp8=True)
+    for name, layer in simple.named_modules():
+        if isinstance(layer, torch.nn.Linear) and in_blocks(f"{name}.weight", layer.weight.shape):
+            layer.register_forward_pre_hook(lambda _, given: (rounded_inputs(given[0]),))
+        if hasattr(layer, "gate_up_proj") and isinstance(layer.gate_up_proj, torch.nn.Parameter):
+            layer.forward = partial(written_out, layer)
+    with torch.no_grad():
+        logits = simple(ids[None], use_cache=False).logits[0]
+    expected = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None])[:, 0]
+    passes = TorchEngine(module, EngineSettings(optim=OptimSpec(lr=0.1), dtype="float32")).passes
+    with torch.no_grad():
+        (found,) = passes.models_own([ids], torch.float32, fp8=True, fp8_inputs=True)
+        (without,) = passes.models_own([ids], torch.float32, fp8=True)
+    assert float((found - expected).abs().mean()) < 1e-3 < 1e-2 < float((without - expected).abs().mean())
+
+
+def written_out(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    found = torch.zeros_like(hidden)
+    for token in range(len(hidden)):
+        for which, weight in zip(chosen[token], weights[token], strict=True):
+            gate, up = (experts.gate_up_proj[which] @ rounded_inputs(hidden[token])).chunk(2)
+            found[token] += weight * (experts.down_proj[which] @ rounded_inputs(experts.act_fn(gate) * up))
+    return found

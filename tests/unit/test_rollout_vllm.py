@@ -20,18 +20,23 @@ from safetensors.torch import load_file
 from small_runs import small_args
 from test_rollout_client import context_of
 from torch.storage import TypedStorage
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config, Qwen3MoeConfig
 
 from bench import environments
+from verl.checkpoint.safetensors_file import host_bytes
 from verl.config.backends import engine_name
 from verl.config.load import load_config
 from verl.config.validate import validate
+from verl.errors import Refused
+from verl.nn.fp8 import quantise
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.vllm import PLUGIN, Options, build, environment, memory, require_vllm, serve_command
+from verl.rollout.weight_format import format_of_server
 from verl.rollout.wire import version_of
 from verl.weight_sync import shm
 from verl.weight_sync.base import checksum, saved_parts
 from verl.weight_sync.record import entry_of
+from verl.weight_sync.wire_format import wire_tensors
 
 CONFIG = Qwen3Config(
     hidden_size=64,
@@ -41,6 +46,12 @@ CONFIG = Qwen3Config(
     head_dim=32,
     max_position_embeddings=512,
 )
+SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 160, "num_hidden_layers": 2, "num_experts_per_tok": 2}
+HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+BLOCKS = Qwen3MoeConfig(**SIZES, **HEADS, num_experts=4, moe_intermediate_size=128, tie_word_embeddings=True)
+GPT_OSS = GptOssConfig(**SIZES, **HEADS, num_local_experts=2, intermediate_size=128)
+FOREIGN = copy.deepcopy(CONFIG)
+FOREIGN.architectures = ["OfNoKnownPackage"]
 
 
 def context(**given: Any) -> RolloutContext:
@@ -71,6 +82,16 @@ def test_the_line_that_starts_it_on_a_cpu() -> None:
         **{"--no-enable-chunked-prefill": "", "--max-num-batched-tokens": "4096"},
     }
     assert flags(Options(), float32_head=True)["--hf-overrides"] == '{"head_dtype": "float32"}'
+    in_blocks = {"fp8": True, "dtype": torch.bfloat16, "hf_config": BLOCKS}
+    overrides = json.loads(flags(Options(), float32_head=True, **in_blocks)["--hf-overrides"])
+    kept = overrides["quantization_config"].pop("modules_to_not_convert")
+    assert {"lm_head", "model.embed_tokens"} < {*kept} and all(name.endswith(".mlp.gate") for name in kept[2:])
+    described = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert overrides == {"head_dtype": "float32", "quantization_config": described}
+    assert environment({}, Options(), context(**in_blocks))["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+    ours = {"VLLM_USE_DEEP_GEMM_E8M0": "1"}
+    assert environment(ours, Options(), context(**in_blocks))["VLLM_USE_DEEP_GEMM_E8M0"] == "1"
+    assert "VLLM_USE_DEEP_GEMM_E8M0" not in environment({}, Options(), context())
     long = flags(Options(), max_context_tokens=9000, hf_config=Qwen3Config(max_position_embeddings=9000))
     assert (long["--max-model-len"], long["--max-num-batched-tokens"]) == ("9000", "9000")
 
@@ -154,10 +175,8 @@ class Vllm(ModuleType):
         return type(name, (), {"__class_getitem__": lambda cls, of: object, "register_engine": lambda *given: None})
 
 
-def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the names of a folder that transformers has saved, bit for bit, and of the same memory."""
+def plugin_of(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return the names of the plugin's file, without a vLLM."""
     layers, loader = "vllm.model_executor.layers.vocab_parallel_embedding", "vllm.model_executor.model_loader.reload"
     for name in ("base", "factory"):
         of = f"vllm.distributed.weight_transfer.{name}"
@@ -166,6 +185,14 @@ def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_me
         monkeypatch.setitem(sys.modules, of, Vllm(of))
     plugin: dict[str, Any] = {"__name__": "verl_weights_here"}
     exec(compile((PLUGIN / "verl_weights.py").read_text(), "verl_weights", "exec", dont_inherit=True), plugin)
+    return plugin
+
+
+def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the names of a folder that transformers has saved, bit for bit, and of the same memory."""
+    plugin = plugin_of(monkeypatch)
     model = AutoModelForCausalLM.from_config(copy.deepcopy(QWEN3_MOE))
     model.save_pretrained(tmp_path / "model")
     held = {name: tensor.detach() for name, tensor in model.state_dict().items()}
@@ -196,6 +223,48 @@ def test_the_plugin_reads_experts_one_by_one_from_the_tensor_that_they_are_in_me
     plugin["_opened"].cache_clear()
     with pytest.raises(RuntimeError, match="lie on GPU GPU-a, and this process sees GPU-b: set sync.engine=shm"):
         next(plugin["SharedSegment"](path).tensors(update))
+
+
+def test_the_plugin_reads_blocks_by_the_names_of_a_quantised_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts one by one, each with its scales: the bytes that quantising the tensors of a saved folder gives."""
+    plugin = plugin_of(monkeypatch)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(BLOCKS))
+    model.save_pretrained(tmp_path / "model")
+    form = format_of_server(copy.deepcopy(BLOCKS), torch.bfloat16, fp8=True)
+    held = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # it is tied
+    sent = {n: t for name, tensor in held.items() for n, t in wire_tensors(form, name, tensor)}
+    shapes = {name: entry_of(tensor) for name, tensor in sent.items()}
+    monkeypatch.setattr(shm, "SHM", tmp_path)
+    path = shm.ShmOutlet("verl-weights-1-plugin").stage(3, shapes, sent.items())
+    sums = {name: checksum(tensor) for name, tensor in sent.items()}
+    update = plugin["SegmentUpdate"](path, 3, None, sums, json.loads(json.dumps(saved_parts(model, shapes))))
+    found = dict(plugin["SharedSegment"](path).tensors(update))
+    expected = dict[str, torch.Tensor]()
+    for name, tensor in load_file(tmp_path / "model" / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            expected[name], expected[f"{name}_scale_inv"] = quantise(tensor)
+        else:
+            expected[name] = tensor if name.endswith(("norm.weight", "gate.weight")) else tensor.bfloat16()
+    assert found.keys() == expected.keys() and "model.layers.1.mlp.experts.3.up_proj.weight_scale_inv" in found
+    for name, tensor in expected.items():
+        assert found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+        assert host_bytes(found[name].contiguous()) == host_bytes(tensor), name
+
+
+@each(
+    "config, said",
+    [
+        (CONFIG, r"q_proj.weight|k_proj.weight \[64, 64\]: a server appends another projection, and no block of 128"),
+        (QWEN3_MOE, "a server appends another projection, and no block of 128 rows ends there; set rollout.engine=nat"),
+        (GPT_OSS, r"experts.gate_up_proj \[\d+, \d+, \d+\]: experts that are saved as one tensor have no blocks"),
+        (FOREIGN, "its class is not part of transformers"),
+    ],
+)
+def test_a_model_whose_blocks_servers_do_not_read_is_refused(config: Any, said: str) -> None:
+    with pytest.raises(Refused, match=f"rollout.dtype=fp8 with a server: .*{said}"):
+        flags(Options(), fp8=True, hf_config=config)
 
 
 def device_memory(path: str) -> tuple[torch.Tensor, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from verl.weight_sync.base import checksum
 from verl.weight_sync.wire_format import converted
 from verl.wire import AS_HELD, WireFormat
 
-BF16, F32 = WireFormat("bfloat16"), WireFormat("float32")
+BF16, F32, BLOCKS = WireFormat("bfloat16"), WireFormat("float32"), WireFormat("bfloat16", fp8=True)
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ BF16, F32 = WireFormat("bfloat16"), WireFormat("float32")
         ([WireFormat("bfloat16", {"a": "float32"}), BF16], WireFormat("bfloat16", {"a": "float32"})),
         ([WireFormat("bfloat16", {"a": "float32"}), F32], F32),
         ([WireFormat("float32", {"a": "bfloat16"}), BF16], WireFormat("float32", {"a": "bfloat16"})),
+        ([BLOCKS, replace(BLOCKS, fp8_inputs=True)], replace(BLOCKS, fp8_inputs=True)),
     ],
 )
 def test_the_widest_of_several_formats_loses_nothing(formats: list[WireFormat], widest: WireFormat) -> None:
@@ -70,6 +72,8 @@ def test_tensors_that_servers_may_keep_in_float32_are_sent_so() -> None:
         "bfloat16"
     }
     assert format_of_server(QWEN3_MOE, torch.float32) == F32
+    in_blocks = format_of_server(QWEN3_MOE, torch.bfloat16, fp8=True)
+    assert in_blocks == replace(found, fp8=True, fp8_inputs=True)
     sizes = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 32, "vocab_size": 32}
     more = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "n_routed_experts": 4, "num_experts_per_tok": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "n_group": 1, "topk_group": 1}

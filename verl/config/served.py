@@ -45,6 +45,9 @@ def rollout_faults(config: Config, command: str) -> Iterator[str]:
     if r.dtype == FP8 and not traits.fp8:
         able = " or ".join(name for name in ROLLOUT if traits_of(name).fp8)
         yield f"rollout.dtype=fp8 with {engine}, which gets no weights in 8 bits: set rollout.engine={able}"
+    elif r.dtype == FP8 and r.url is not None:
+        why = "a server that runs was not started with a model of such weights"
+        yield f"rollout.dtype=fp8 with rollout.url={r.url}: {why}; set rollout.python, so that it is started here"
     if not traits.server:
         servers = " or ".join(name for name in ROLLOUT if traits_of(name).server)
         for key, value in (("python", r.python), ("url", r.url)):

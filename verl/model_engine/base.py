@@ -250,8 +250,8 @@ class Publishes(Protocol):
 
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
         """Return log-probs [t-1] of ids[1:] of each probe [t] by the model's own forward pass with its weights in
-        `dtype`, as a rollout engine computes them: the difference from `infer` is rounding. dtype fp8: in bfloat16, the
-        projections in blocks of 8 bits."""
+        `dtype`, as a rollout engine computes them: the difference from `infer` is rounding. dtype: also `FP8` of
+        `verl/wire.py` (bfloat16, the projections in blocks of 8 bits) and `FP8_INPUTS` (their inputs too)."""
         ...
 
     @property

@@ -25,7 +25,7 @@ from verl.model_engine.objective import reduce_terms
 from verl.model_engine.pending import Pending, read_pending
 from verl.model_engine.sharded_copy import ShardedCopy
 from verl.nn import attention
-from verl.nn.fp8 import as_computed
+from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
 from verl.nn.fused import fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.precision import computing_in, rounded, rounded_weight
@@ -99,18 +99,24 @@ class Passes:
         """Return log-probs by the language-model head, whichever head is trained."""
         return self._lm_outputs(batch, ("logprobs",))
 
-    def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype, *, fp8: bool = False) -> list[Tensor]:
+    def models_own(
+        self, probes: Sequence[Tensor], dtype: torch.dtype, *, fp8: bool = False, fp8_inputs: bool = False
+    ) -> list[Tensor]:
         """Return log-probs [t-1] of each probe [t] by the model as transformers made it, with its parameters in
-        `dtype`. fp8: the parameters that replicas read in blocks of 8 bits are quantised."""
+        `dtype`. fp8: the parameters that replicas read in blocks of 8 bits are quantised · fp8_inputs: and what is
+        multiplied with them."""
+        rounded = RoundedInputs()
         model = self.local.model
         trained, kept = model.training, [(name, p, p.data) for name, p in model.named_parameters()]
         model.eval()
         model.set_attn_implementation(self._models_attention)
         unfuse(model)
         try:
-            with self.local.factors_merged():
+            with self.local.factors_merged(), rounded:
                 for name, p, master in kept:
                     p.data = as_computed(name, self.local.with_factors(name, master), dtype, fp8=fp8)
+                    if fp8_inputs and in_blocks(name, p.shape):
+                        rounded.add(p)
                 return [self._alone(model, ids) for ids in probes]
         finally:
             for _, p, master in kept:

@@ -38,7 +38,7 @@ from verl.model_engine.state import EngineState
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
-from verl.nn.fp8 import as_computed
+from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
 from verl.nn.precision import rounded_in_place
 from verl.nn.rope import fix_rope
 from verl.nn.sequence_parallel import HeadExchange, KeyGather, check_heads
@@ -228,7 +228,9 @@ class ShardedPasses(Passes):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def models_own(self, probes: Sequence[Tensor], dtype: torch.dtype, *, fp8: bool = False) -> list[Tensor]:
+    def models_own(
+        self, probes: Sequence[Tensor], dtype: torch.dtype, *, fp8: bool = False, fp8_inputs: bool = False
+    ) -> list[Tensor]:
         """Compute as `Passes.models_own` does, with a second model without storage, as transformers makes it. A layer's
         weights are gathered when the pass reaches it and dropped after it, so that no rank ever has the whole model."""
         model = self.local.model
@@ -238,7 +240,8 @@ class ShardedPasses(Passes):
         fix_rope(own, self.local.settings.longest)
         sharded = dict(model.named_parameters(remove_duplicate=False))
         layers = {id(module) for module in layers_of(own)}
-        fill, inside = partial(self._fill, own, sharded, dtype=dtype, fp8=fp8), set()
+        rounded = RoundedInputs() if fp8_inputs else None
+        fill, inside = partial(self._fill, own, sharded, dtype=dtype, fp8=fp8, rounded=rounded), set()
         for prefix, module in list(own.named_modules()):
             if id(module) in layers:
                 names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
@@ -249,14 +252,25 @@ class ShardedPasses(Passes):
         fill([name for name in every if name not in inside])
         for name, buffer in model.named_buffers():
             _owner(own, name)._buffers[name.rpartition(".")[2]] = buffer
-        return [self._alone(own, ids) for ids in probes]
+        with rounded or nullcontext():
+            return [self._alone(own, ids) for ids in probes]
 
     def _fill(
-        self, own: nn.Module, sharded: dict[str, nn.Parameter], names: Sequence[str], *, dtype: torch.dtype, fp8: bool
+        self,
+        own: nn.Module,
+        sharded: dict[str, nn.Parameter],
+        names: Sequence[str],
+        *,
+        dtype: torch.dtype,
+        fp8: bool,
+        rounded: RoundedInputs | None,
     ) -> None:
         for name in names:
             whole = as_computed(name, self.local.delivered(name, sharded.get(name)), dtype, fp8=fp8)
-            _owner(own, name)._parameters[name.rpartition(".")[2]] = nn.Parameter(whole, requires_grad=False)
+            made = nn.Parameter(whole, requires_grad=False)
+            _owner(own, name)._parameters[name.rpartition(".")[2]] = made
+            if rounded is not None and in_blocks(name, made.shape):
+                rounded.add(made)
 
     def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
         return self._run(super()._outputs, batch, wanted)

@@ -36,7 +36,7 @@ from verl.model_engine.updates import Updates
 from verl.objective import Term
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.types import Metrics
-from verl.wire import FP8
+from verl.wire import FP8, FP8_INPUTS
 
 
 class TorchEngine:
@@ -116,9 +116,9 @@ class TorchEngine:
 
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
         with self.awake("weights"), torch.no_grad():
-            fp8 = dtype == FP8
+            fp8, inputs = dtype in (FP8, FP8_INPUTS), dtype == FP8_INPUTS
             ids = [torch.from_numpy(one) for one in probes]
-            found = self.passes.models_own(ids, torch.bfloat16 if fp8 else DTYPES[dtype], fp8=fp8)
+            found = self.passes.models_own(ids, torch.bfloat16 if fp8 else DTYPES[dtype], fp8=fp8, fp8_inputs=inputs)
         return [logprobs.float().numpy() for logprobs in found]
 
     @property

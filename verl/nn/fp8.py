@@ -4,10 +4,13 @@ vLLM, SGLang and TensorRT-LLM have them. A weight is its value times the scale o
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from verl.wire import FP8_BLOCK
 
@@ -15,14 +18,16 @@ SCALES = "_scale_inv"
 """Added to the name of a weight, it names the scales. They are called inverse because a weight is divided by them when
 it is quantised."""
 VALUES = torch.float8_e4m3fn
+PROJECTIONS = ("_proj", "_proj_with_mqa")  # the ends of their names; the second is of latent attention
 LARGEST = torch.finfo(VALUES).max  # 448
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # below it float32 loses bits of the scale
+PRODUCTS = {"linear", "_grouped_mm"}  # by which transformers multiplies (inputs, weight, ...)
 
 
 def in_blocks(name: str, shape: Sequence[int]) -> bool:
     """Return True if the tensor of this name is quantised: the projections of attention, of feed-forward blocks and of
     experts are. Embeddings, head, norms, biases and routers of experts are not."""
-    return len(shape) >= 2 and name.removesuffix(".weight").endswith("_proj")
+    return len(shape) >= 2 and name.removesuffix(".weight").endswith(PROJECTIONS)
 
 
 def scales_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -42,9 +47,14 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
         whole = pad(one.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
         blocks = whole.view(len(scale), FP8_BLOCK, -1, FP8_BLOCK)
         largest = blocks.abs().amax((1, 3))
-        scale.copy_(torch.where(largest == 0, 1.0, largest / LARGEST).clamp(min=SMALLEST_SCALE))
+        scale.copy_(_scales(largest))
         into.copy_((blocks / scale[:, None, :, None]).view(whole.shape)[:rows, :columns])
     return values, scales
+
+
+def _scales(largest: Tensor) -> Tensor:
+    """Return the scales of runs of values with these largest magnitudes."""
+    return torch.where(largest == 0, 1.0, largest / LARGEST).clamp(min=SMALLEST_SCALE)
 
 
 def by_row(scales: Tensor, rows: int) -> Tensor:
@@ -84,3 +94,33 @@ def as_computed(name: str, weight: Tensor, dtype: torch.dtype, *, fp8: bool) -> 
     """Return a weight as an engine multiplies with it: rounded to `dtype`, with `fp8` after its blocks were
     quantised."""
     return (dequantise(*quantise(weight)) if fp8 and in_blocks(name, weight.shape) else weight).to(dtype)
+
+
+def rounded_inputs(inputs: Tensor) -> Tensor:
+    """Return inputs [..., K] of a projection as servers multiply them, in their dtype: E4M3 values times the scale of
+    128 columns of a token."""
+    columns = inputs.shape[-1]
+    blocks = pad(inputs.float(), (0, -columns % FP8_BLOCK)).unflatten(-1, (-1, FP8_BLOCK))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    scales = _scales(largest)
+    made = (blocks / scales).to(VALUES).float() * scales
+    return made.flatten(-2)[..., :columns].to(inputs.dtype)
+
+
+class RoundedInputs(TorchFunctionMode):
+    """While it is entered, products with the weights that were added to it have `rounded_inputs`. A view of a weight
+    counts as the weight: the experts of a layer are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._weights = WeakIdKeyDictionary()
+
+    def add(self, weight: Tensor) -> None:
+        self._weights[weight] = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in PRODUCTS:
+            inputs, weight, *rest = args
+            if weight in self._weights or (weight._base is not None and weight._base in self._weights):
+                args = (rounded_inputs(inputs), weight, *rest)
+        return func(*args, **(kwargs or {}))

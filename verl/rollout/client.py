@@ -118,7 +118,7 @@ class ServedEngine(BaseEngine):
         confirmed = {f.name: getattr(connection.api.traits, f.name) for f in fields(Traits)}
         wide = await connection.api.float32_tensors(connection.call)
         context = connection.context
-        form = await asyncio.to_thread(format_of_server, context.hf_config, context.dtype, wide)
+        form = await asyncio.to_thread(format_of_server, context.hf_config, context.dtype, wide, fp8=context.fp8)
         return replace(connection.able, **confirmed | {"stop_strings": stops, "weights": form})
 
     async def close(self) -> None:

@@ -7,6 +7,7 @@ checked before, and the canary checks the loaded weights. No torch is imported a
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -106,6 +107,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
     from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
+    from verl.rollout.weight_format import block_fp8
 
     room = context.max_context_tokens
     given: dict[str, Any] = {
@@ -125,4 +127,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
     }
     if context.float32_head:
         given["enable-fp32-lm-head"] = True
+    if context.fp8:  # the folder of the model has no scales
+        quantised = {"quantization_config": block_fp8(context.hf_config)}
+        given |= {"json-model-override-args": json.dumps(quantised), "load-format": "dummy"}
     return [python, "-m", "sglang.launch_server", *flags(given, options.args)]

@@ -27,6 +27,7 @@ VLLM = Traits(
     takes_weight_version=True,
     tensor_names="saved",
     float32_head=True,
+    fp8=True,
 )
 
 VERL_SERVE = replace(
@@ -34,6 +35,7 @@ VERL_SERVE = replace(
     package="",
     public_keys={},
     float32_head=False,
+    fp8=False,
     draws_by_position=True,
     prepares_weights=True,
     tensor_names="model",
@@ -55,6 +57,7 @@ SGLANG = Traits(
     in_flight_update=True,
     takes_weight_version=True,
     float32_head=True,
+    fp8=True,
 )
 
 TRTLLM = Traits(
@@ -71,6 +74,7 @@ TRTLLM = Traits(
     validates_token_ids=False,
     weights_from="disk",
     updates_weights=False,
+    fp8=True,
 )
 
 OPENAI = Traits(

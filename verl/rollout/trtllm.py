@@ -57,6 +57,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.client import ServedEngine
     from verl.rollout.launching import launcher, require
     from verl.rollout.openai_api import TrtllmApi
+    from verl.rollout.weight_format import block_fp8
 
     place = context.place
     assert place is not None and place.url is None, "one that runs takes no weights: refused before"
@@ -67,6 +68,8 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     if (found := config.get("dtype", config.get("torch_dtype"))) != wanted:
         why = f"TensorRT-LLM computes in what {place.model}/config.json says, {found}, and not in {wanted}"
         raise Refused(f"{why}: set rollout.dtype={found}")
+    if context.fp8:  # in the config.json of each version's folder
+        block_fp8(context.hf_config)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="TensorRT-LLM", versions=(AT_LEAST, BELOW))
     launch = launcher(place, partial(serve_command, python, options, context))

@@ -152,6 +152,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
     from verl.nn.rope import first_lengths
     from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
+    from verl.rollout.weight_format import block_fp8
 
     on_cpu = str(context.device) == "cpu"
     room = context.max_context_tokens
@@ -176,8 +177,11 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "worker-extension-cls": "verl_weights.Extension",
         "enforce-eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
     }
-    if context.float32_head:
-        given["hf-overrides"] = json.dumps({"head_dtype": "float32"})
+    overrides: dict[str, Any] = {"head_dtype": "float32"} if context.float32_head else {}
+    if context.fp8:
+        overrides["quantization_config"] = block_fp8(context.hf_config)
+    if overrides:
+        given["hf-overrides"] = json.dumps(overrides)
     if options.max_lora_rank is not None:
         wanted = options.max_lora_rank
         if (rank := next((r for r in RANKS if r >= wanted), None)) is None:
@@ -207,6 +211,8 @@ def environment(ours: Mapping[str, str], options: Options, context: RolloutConte
 
     env = environment_of(ours) | {"PYTHONPATH": str(PLUGIN), "PYTHONSAFEPATH": "1", "VLLM_NO_USAGE_STATS": "1"}
     env["VLLM_SERVER_DEV_MODE"] = "1"  # the control plane: pause, update, resume
+    if context.fp8:  # or DeepGEMM rounds weights and scales again, to scales that are powers of two
+        env.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
     env |= dict([RUNTIME.split("=")]) if options.max_lora_rank is not None else {}
     if str(context.device) == "cpu":
         threads = options.threads or max(1, torch.get_num_threads() // options.tensor_parallel_size)

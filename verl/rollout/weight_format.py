@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.checkpoint.block_fp8 import quantization_config, unreadable
 from verl.checkpoint.hf import skeleton_of
+from verl.errors import Refused
 from verl.wire import AS_HELD, WireFormat
 
 ROUTERS = {"gate", "router", "shared_expert_gate", "router_mlp"}
 """Names of modules that are, or contain, the routers of experts in transformers' models."""
+UNKNOWN = "its class is not part of transformers, so the names of its layers are not known"
 ALWAYS = {"A_log", "D", "dt_bias", "e_score_correction_bias"}
 """Last parts of names that servers keep in float32, whatever their shape: decay, skip and step of recurrent layers, and
 the correction of a router's scores."""
@@ -27,9 +30,9 @@ def format_of_module(module: nn.Module, dtype: torch.dtype) -> WireFormat:
     return WireFormat(_name(dtype), {name: _name(t.dtype) for name, t in state.items() if t.dtype != dtype})
 
 
-def format_of_server(config: Any, dtype: torch.dtype, wide: Set[str] = frozenset()) -> WireFormat:
+def format_of_server(config: Any, dtype: torch.dtype, wide: Set[str] = frozenset(), *, fp8: bool = False) -> WireFormat:
     """Return the format of a server that computes in `dtype`. wide: the tensors that it keeps in float32, by its own
-    names; empty where it does not report them.
+    names; empty where it does not report them · fp8: it was started with `block_fp8`.
 
     Servers keep some tensors in float32, each by a rule of its own: norms, biases, router gates, constants of recurrent
     layers, and those that the model's class declares. They are sent in float32, which adds few bytes, and the server
@@ -41,7 +44,17 @@ def format_of_server(config: Any, dtype: torch.dtype, wide: Set[str] = frozenset
     held = {name: t for name, t in model.state_dict().items() if t.is_floating_point()}
     reported = _in_float32(wide, held.keys())
     kept = [name for name, t in held.items() if t.ndim < 2 or _wide(name, declared) or name in reported]
-    return WireFormat(_name(dtype), dict.fromkeys(kept, "float32"))
+    return WireFormat(_name(dtype), dict.fromkeys(kept, "float32"), fp8, fp8_inputs=fp8)
+
+
+def block_fp8(config: Any) -> dict[str, Any]:
+    """Return the `quantization_config` with which a server of this model reads projections in blocks of 8 bits. Raise
+    Refused for a model of which servers read none."""
+    model = skeleton_of(copy.deepcopy(config))
+    why = UNKNOWN if model is None else unreadable(model)
+    if model is None or why:
+        raise Refused(f"rollout.dtype=fp8 with a server: {why}; set rollout.engine=native, or rollout.dtype=bfloat16")
+    return quantization_config(model)
 
 
 def _wide(name: str, declared: Sequence[re.Pattern[str]]) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 from torch.nn import Module
 
+from verl.nn.fp8 import SCALES
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.canary import Probed, difference, fault
@@ -320,11 +321,18 @@ class InBuckets(Protocol):
 def saved_parts(model: Module | None, shapes: Mapping[str, Entry]) -> Parts:
     """Return name -> parts of the tensors that have other names in a saved folder. model: the model, without storage;
     None: its class is unknown, and the result is empty."""
+    from verl.checkpoint.block_fp8 import scale_parts
     from verl.checkpoint.hf import saved_as
 
     if model is None:
         return {}
-    found = {name: saved_as(model, name, entry.shape) for name, entry in shapes.items()}
+    found = dict[str, Sequence[tuple[str, tuple[int, ...], int]]]()
+    for name, entry in shapes.items():
+        weight = shapes.get(of := name.removesuffix(SCALES))
+        if of == name or weight is None:
+            found[name] = saved_as(model, name, entry.shape)
+        elif parts := scale_parts(weight.shape, saved_as(model, of, weight.shape)):
+            found[name] = parts
     return {name: parts for name, parts in found.items() if [part for part, _, _ in parts] != [name]}
 
 

@@ -16,20 +16,21 @@ from pathlib import Path
 
 from torch import Tensor
 
-from verl.checkpoint.hf import skeleton
 from verl.errors import Refused
 from verl.weight_sync import objects
-from verl.weight_sync.base import Entry, Parts, SyncContext, saved_parts
+from verl.weight_sync.base import Entry, SyncContext
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Disk
 from verl.weight_sync.version_folder import (
     KEPT,
     FileLayout,
+    FolderForm,
     FolderParts,
     FolderStream,
     begin_folder,
     file_layout,
     fill_folder,
+    folder_form,
     version_folder,
 )
 
@@ -43,7 +44,7 @@ class DiskOutlet:
 
     def __init__(self, root: Path, model: Path | None = None) -> None:
         self._root, self._model = root, model
-        self._parts: Parts | None = None  # by the name that the engine delivers, found once
+        self._form: FolderForm | None = None  # found once
         self._coming: Path | None = None
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -71,7 +72,9 @@ class DiskOutlet:
         self._remove_unfinished()
         self._coming = self._root / f".coming-{uuid.uuid4().hex}"
         self._coming.mkdir()
-        begin_folder(self._coming, self._layout(version, shapes), self._model)
+        layout = self._layout(version, shapes)
+        assert self._form is not None, "the layout is made from it"
+        begin_folder(self._coming, layout, self._model, self._form.config)
         return str(self._coming)
 
     def opened(self, path: str, version: int, shapes: Mapping[str, Entry]) -> FolderParts:
@@ -93,9 +96,9 @@ class DiskOutlet:
         return str(folder)
 
     def _layout(self, version: int, shapes: Mapping[str, Entry]) -> FileLayout:
-        if self._parts is None:
-            self._parts = saved_parts(skeleton(self._model) if self._model else None, shapes)
-        return file_layout(version, shapes, self._parts)
+        if self._form is None:
+            self._form = folder_form(self._model, shapes)
+        return file_layout(version, shapes, self._form.parts)
 
     def _remove_unfinished(self) -> None:
         if self._coming is not None:

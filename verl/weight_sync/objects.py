@@ -24,10 +24,9 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
-from verl.checkpoint.hf import skeleton
 from verl.data.files import filesystem, storage_errors
 from verl.errors import Refused
-from verl.weight_sync.base import Entry, Parts, SyncContext, SyncError, dtype_name, saved_parts
+from verl.weight_sync.base import Entry, SyncContext, SyncError, dtype_name
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.shm import ShmOutlet, ShmStream, end
 from verl.weight_sync.slices import RankSlices, SlicedVersion, put_together
@@ -36,10 +35,12 @@ from verl.weight_sync.version_folder import (
     KEPT,
     PREFIX,
     WEIGHTS,
+    FolderForm,
     FolderStream,
     begin_folder,
     file_layout,
     fill_folder,
+    folder_form,
     version_folder,
 )
 
@@ -73,13 +74,13 @@ class ObjectOutlet:
         self._under, self._latest = "", -1
         self._whole: list[str] = []
         self._coming = ""  # a version in slices that has begun
-        self._parts: Parts | None = None
+        self._form: FolderForm | None = None
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         address = self._address(version)
-        if self._parts is None:
-            self._parts = saved_parts(skeleton(self._model) if self._model else None, shapes)
-        with _filled(version, shapes, self._parts, self._model, tensors) as made, _store_at(address, "written") as at:
+        if self._form is None:
+            self._form = folder_form(self._model, shapes)
+        with _filled(version, shapes, self._form, self._model, tensors) as made, _store_at(address, "written") as at:
             _put(*at, made, version)
             self._keep(*at)
         return address
@@ -99,7 +100,7 @@ class ObjectOutlet:
     ) -> str:
         """Upload the slices of this rank. Returns the file's name, its bytes and its crc32, joined by slashes."""
         name = f"rank_{rank:05}.safetensors"
-        with _filled(version, shapes, {}, None, tensors) as made, _store_at(place, "written") as (fs, path):
+        with _filled(version, shapes, FolderForm(), None, tensors) as made, _store_at(place, "written") as (fs, path):
             size, crc = _facts(made / WEIGHTS)
             fs.put_file(str(made / WEIGHTS), f"{path}/{name}")
         return f"{name}/{size}/{crc}"
@@ -135,13 +136,17 @@ class ObjectOutlet:
 
 @contextlib.contextmanager
 def _filled(
-    version: int, shapes: Mapping[str, Entry], parts: Parts, model: Path | None, tensors: Iterable[tuple[str, Tensor]]
+    version: int,
+    shapes: Mapping[str, Entry],
+    form: FolderForm,
+    model: Path | None,
+    tensors: Iterable[tuple[str, Tensor]],
 ) -> Iterator[Path]:
     """Yield a temporary folder with these tensors, and links to the other files of the model."""
     made = version_folder(Path(tempfile.gettempdir()))
     try:
-        layout = file_layout(version, shapes, parts)
-        begin_folder(made, layout, model)
+        layout = file_layout(version, shapes, form.parts)
+        begin_folder(made, layout, model, form.config)
         fill_folder(made, layout, shapes, tensors)
         yield made
     finally:

@@ -34,7 +34,7 @@ from verl.weight_sync.record import VersionRecord, entries_of_part, on_host, som
 from verl.weight_sync.slices import SlicesOutlet
 from verl.weight_sync.together import Stage, staging
 from verl.weight_sync.wire_format import wire_tensors
-from verl.wire import AS_HELD, FP8, WireFormat
+from verl.wire import AS_HELD, FP8, FP8_INPUTS, WireFormat
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor gets a checksum, different ones in each version
 MEASURED_SHARE = 16  # after the first versions every 16th version measures the canary's rounding again
@@ -85,6 +85,7 @@ class WeightSender:
             fix = "leave sync.engine_options.bucket_mb out, or set one rollout.dtype for all replicas"
             raise Refused(f"the buckets of weights are for replicas that read {self._announced}, not {form}: {fix}")
         self._format = form
+        self._dtype = FP8_INPUTS if form.fp8_inputs else self._dtype
 
     def manifest(self, engine: Publishes) -> dict[str, Entry]:
         """Return the manifest that every version of a stream has, without checksums."""
@@ -322,7 +323,7 @@ def probed(
     engine: Publishes, probes: Sequence[np.ndarray], dtype: str, off_by: np.ndarray | None = None
 ) -> Probed | None:
     """Compute the trainer's side of the canary: log-probs of ids[1:] of each probe, at temperature 1; None without
-    probes. dtype: that of rollout.dtype · off_by: the measured difference of the model's own
+    probes. dtype: that of rollout.dtype, or `FP8_INPUTS` · off_by: the measured difference of the model's own
     pass; None: run that pass."""
     if not probes:
         return None
@@ -343,5 +344,6 @@ def probed(
         for name in ("logprobs", "entropy")
     )
     ids = np.concatenate([ids[1:] for ids in probes])
+    computed = "bfloat16" if dtype in (FP8, FP8_INPUTS) else dtype
     own = np.concatenate(engine.own_logprobs(probes, dtype)) if off_by is None else logprobs + off_by
-    return Probed(ids, logprobs, entropy, own, torch.finfo(vars(torch)["bfloat16" if dtype == FP8 else dtype]).eps)
+    return Probed(ids, logprobs, entropy, own, torch.finfo(vars(torch)[computed]).eps)

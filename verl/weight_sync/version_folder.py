@@ -12,18 +12,22 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from itertools import product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from verl.checkpoint.block_fp8 import quantization_config, unreadable
+from verl.checkpoint.hf import skeleton
 from verl.checkpoint.safetensors_file import DTYPES, host_bytes
-from verl.weight_sync.base import Entry, Parts, SyncError, TensorStream
+from verl.nn.fp8 import SCALES
+from verl.weight_sync.base import Entry, Parts, SyncError, TensorStream, saved_parts
 from verl.weight_sync.shm import PIDS
 
 PREFIX = "verl-versions"
@@ -43,6 +47,26 @@ class FileLayout:
     """The first byte of each delivered tensor, from the beginning of the file."""
     num_bytes: int
     """The size of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderForm:
+    """The form of a model's weights in the folders of its versions."""
+
+    parts: Parts = field(default_factory=dict)
+    """The tensors that are stored in parts, by the name that the engine delivers."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of config.json that the model's own lacks: the quantisation of weights in blocks of 8 bits."""
+
+
+def folder_form(model: Path | None, shapes: Mapping[str, Entry]) -> FolderForm:
+    """Return the form of folders with these tensors. model: the folder of the model; None: names are not known."""
+    made = skeleton(model) if model else None
+    parts = saved_parts(made, shapes)
+    quantised = any(name.endswith(SCALES) for name in shapes)
+    if made is None or not quantised or unreadable(made):
+        return FolderForm(parts)
+    return FolderForm(parts, {"quantization_config": quantization_config(made)})
 
 
 def file_layout(version: int, shapes: Mapping[str, Entry], in_parts: Parts) -> FileLayout:
@@ -69,9 +93,10 @@ def file_layout(version: int, shapes: Mapping[str, Entry], in_parts: Parts) -> F
     return FileLayout(head, {name: len(head) + start for name, start in starts.items()}, len(head) + end)
 
 
-def begin_folder(folder: Path, layout: FileLayout, model: Path | None) -> None:
+def begin_folder(folder: Path, layout: FileLayout, model: Path | None, config: Mapping[str, Any]) -> None:
     """Make the file of weights, without tensors, in a new folder, and links to the other files of the model folder.
-    Raise OSError if the file does not fit on the disk."""
+    config: fields of config.json with values of their own; without any, it is linked too. Raise OSError if the file
+    does not fit on the disk."""
     if layout.num_bytes > (free := shutil.disk_usage(folder).free):
         size = f"{layout.num_bytes / 1e6:.0f} MB of weights"
         raise OSError(f"{size} do not fit into {folder.parent} ({free / 1e6:.0f} MB free)")
@@ -79,7 +104,9 @@ def begin_folder(folder: Path, layout: FileLayout, model: Path | None) -> None:
         file.write(layout.head)
         file.truncate(layout.num_bytes)
     for path in model.iterdir() if model else ():
-        if path.is_file() and not path.name.endswith(NOT_LINKED):
+        if path.name == "config.json" and config:
+            (folder / path.name).write_text(json.dumps({**json.loads(path.read_text()), **config}, indent=2))
+        elif path.is_file() and not path.name.endswith(NOT_LINKED):
             (folder / path.name).symlink_to(path.resolve())
 
 

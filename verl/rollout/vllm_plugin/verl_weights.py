@@ -26,6 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 HEAD_BYTES = 32
+SCALES = ("weight_scale", "weight_scale_inv")  # of weights in blocks of 8 bits, which are float32 in every model
 
 
 @dataclass
@@ -141,6 +142,7 @@ class Engine(WeightTransferEngine[Init, SegmentUpdate]):
         self.filled: set[str] = set()
         self.segments: list[SharedSegment] = []  # vLLM copies a layer once it is complete: they stay mapped until then
         initialize_layerwise_reload(self.model)
+        self.loadable = self._names()  # processing adds parameters and drops some: those of quantised layers
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Load the tensors of one segment. The base class would also wait for an accelerator."""
@@ -164,11 +166,15 @@ class Engine(WeightTransferEngine[Init, SegmentUpdate]):
 
     def report(self) -> dict[str, list[str]]:
         """Return the names that were read (loaded) and the parameters that got no tensor (missing)."""
-        parts = {_plain(name) for name, _ in self.model.named_parameters()}  # a tied parameter has one name
+        parts = self.loadable & self._names()
         return {"loaded": sorted(self.read), "missing": sorted(parts - set(map(_plain, self.filled)))}
 
     def shutdown(self) -> None:
         pass
+
+    def _names(self) -> set[str]:
+        """Return the names of the present parameters. A tied one has one name."""
+        return {_plain(name) for name, _ in self.model.named_parameters()}
 
     def _noted(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors, and record the name of each after it was read."""
@@ -190,11 +196,11 @@ class Extension:
     def served_model(self) -> dict[str, Any]:
         """Return the model's folder and its sizes by their names in config.json. `splits` is true if a prefill may be
         split over steps: a seeded request would then end this server. `float32` has the names of the parameters that
-        this worker keeps in float32, though its model has another dtype."""
+        this worker keeps in float32, though its model has another dtype, without the scales of quantised weights."""
         whole = self.vllm_config  # type: ignore[attr-defined]
         config, sizes = whole.model_config, ("vocab_size", "hidden_size", "num_hidden_layers")
         splits = whole.device_config.device_type == "cpu" and whole.scheduler_config.enable_chunked_prefill
         found = {key: getattr(config.hf_text_config, key) for key in sizes}
         every = self.get_model().named_parameters() if config.dtype != torch.float32 else ()  # type: ignore[attr-defined]
-        kept = [_plain(name) for name, tensor in every if tensor.dtype == torch.float32]
+        kept = [_plain(name) for name, t in every if t.dtype == torch.float32 and not name.endswith(SCALES)]
         return {"model": config.model, "splits": splits, "float32": kept, **found}
