@@ -32,10 +32,12 @@ def test_the_size_that_is_planned_is_the_size_on_disk(tmp_path, arithmetic_data)
     ppo = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null")
     cases = [
         ("train", half, ()),
+        ("train", half, ("model.lora.rank=32",)),
         ("train", whole, ppo),
         ("train", whole, (*ppo, f"critic.path={half}")),
         ("sft", half, ()),
         ("rm", whole, ()),
+        ("rm", whole, ("model.lora.rank=32",)),
     ]
     wrong = []
     for k, (verb, model, more) in enumerate(cases):

@@ -11,15 +11,25 @@ import pytest
 import torch
 from causal_models import build
 from each import each
+from safetensors.torch import load_file
 from test_engine import NLL, batch_of, engine, make, params, samples
 from transformers import AutoModelForCausalLM
 
 from verl.batch import pack
+from verl.checkpoint.adapter_export import write_adapter
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.shards import tensor_names
+from verl.config.lora_layers import trained_factors
+from verl.config.model_files import describe_model
+from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.errors import Refused
+from verl.model_engine.layout import Layout
 from verl.model_engine.lora import A, B, is_factor
 from verl.model_engine.lora_spec import LoraSpec, lora_faults
+from verl.model_engine.memory import RankWork, memory
+from verl.model_engine.optim import OptimSpec
+from verl.parameter_set import ParameterSet
 
 REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
 SPEC = LoraSpec(rank=4, alpha=8.0)
@@ -227,7 +237,7 @@ def test_targets(targets, exclude, found):
     "spec, text",
     [
         (replace(SPEC, targets=["w_proj"]), "model.lora.targets=w_proj: no linear layer of Qwen3ForCausalLM"),
-        (replace(SPEC, targets=["lm_head"]), "model.lora.targets=lm_head: no linear layer"),
+        (replace(SPEC, targets=["lm_head"]), "model.lora.targets=lm_head: embeddings and the output head"),
         (replace(SPEC, rank=17), "model.lora.rank=17: model.layers.0.self_attn.q_proj"),
     ],
 )
@@ -251,3 +261,67 @@ def test_what_cannot_be_trained_is_refused(spec, text):
 def test_faults_of_options(given, text):
     found = [*lora_faults(given)]
     assert (not found) if text is None else (text in found[0])
+
+
+@each("family", FAMILIES)
+def test_the_headers_of_a_folder_have_the_layers_of_the_model(tmp_path, family):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    config = changed(Config(), {"model.path": str(tmp_path), "model.lora": {"rank": 4}})
+    found, ours = trained_factors(config), engine(model, lora=SPEC)
+    assert {*found.layers} == {*ours.local.lora.parameters.targets}
+    assert found.parameters == sum(p.numel() for n, p in ours.model.named_parameters() if is_factor(n))
+
+
+def test_planned_gradients_and_states_are_those_of_an_update(tmp_path):
+    model, rows = make(), samples()
+    ours = engine(model, lora=SPEC, dtype="float32")
+    ours.forward_backward(batch_of(rows), NLL)
+    grads = sum(p.grad.nbytes for p in ours.model.parameters() if p.grad is not None)
+    ours.optim_step()
+    states = sum(t.nbytes for state in ours.optimizer.state.values() for t in state.values() if t.dim())
+    factors = sum(p.numel() for n, p in ours.model.named_parameters() if is_factor(n))
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    items = memory(describe_model(str(base)), Layout(), RankWork(tokens=8, factors=factors, factors_rank=4))
+    assert items["gradients"] == grads and items["optimizer states"] == states
+
+
+def test_averages_are_of_the_factors():
+    model, rows = make(), samples()
+    ours = engine(model, lora=SPEC, optim=OptimSpec(lr=0.1, average=0.5))
+    plain = {n: p.detach().clone() for n, p in ours.model.named_parameters() if is_factor(n)}
+    for _ in range(3):
+        ours.forward_backward(batch_of(rows), NLL)
+        ours.optim_step()
+        now = {n: p for n, p in ours.model.named_parameters() if is_factor(n)}
+        plain = {n: 0.5 * p + 0.5 * now[n].detach() for n, p in plain.items()}
+    got = ours.infer(batch_of(rows), ("logprobs",), average=True)["logprobs"]
+    with torch.no_grad():
+        for n, p in now.items():
+            p.copy_(plain[n])
+    torch.testing.assert_close(ours.infer(batch_of(rows), ("logprobs",))["logprobs"], got)
+    assert {*ours.optimizer.state} == {*now.values()}
+
+
+def test_an_adapter_with_values_that_are_not_finite_is_refused(tmp_path):
+    base = tmp_path / "base"
+    make().save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    ours = trained(model)
+    with torch.no_grad():
+        next(p for n, p in ours.model.named_parameters() if n.endswith(B))[0, 0] = float("nan")
+    HfExport(base).write(tmp_path / "hf", ours.exported(), ours.exported_set)
+    with pytest.raises(Refused, match=r"lora_B.weight has values that are not finite"):
+        engine(model, lora=LoraSpec(path=str(tmp_path / "hf")), base=base)
+
+
+def test_an_adapter_is_one_file_however_many_factors_it_has(tmp_path, monkeypatch):
+    """The header of 80 layers is longer than that of a part of a model, and PEFT reads one file."""
+    monkeypatch.setattr("verl.checkpoint.safetensors_file.MAX_SHARD_BYTES", 64)
+    targets = tuple(f"model.layers.{k}.self_attn.with_a_long_name_{n}_proj" for k in range(80) for n in range(9))
+    parameters = ParameterSet(id="lora", kind="lora", base="", rank=1, targets=targets)
+    named = {name: torch.full((1, 2), float(k)) for k, m in enumerate(targets) for name in parameters.factors(m)}
+    write_adapter(tmp_path, parameters, tmp_path, named.items())
+    read = load_file(tmp_path / "adapter_model.safetensors")
+    assert read.keys() == named.keys() and all(torch.equal(read[name], tensor) for name, tensor in named.items())

@@ -21,10 +21,10 @@ SCORE = f"base_model.model.{SCORE_WEIGHT}"
 def write_adapter(directory: Path, parameters: ParameterSet, base: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write adapter_config.json and the tensors, one at a time. parameters: the LoRA set · base: the folder of its base
     model · tensors: (PEFT's name, tensor), all of one dtype. A reward model's head is written whole."""
-    with closing(Shard(directory / f"{WEIGHTS}.part")) as shard:
+    names = [SCORE, *(name for module in parameters.targets for name in parameters.factors(module))]
+    with closing(Shard(directory / f"{WEIGHTS}.part", names)) as shard:
         for name, tensor in tensors:
-            if not shard.add(name, tensor):
-                raise ValueError(f"{directory}: an adapter of more than one file, at {name}")
+            shard.add(name, tensor)
         shard.finish()
     shard.path.rename(directory / WEIGHTS)
     config = peft_config(parameters, str(base)) | {"task_type": "CAUSAL_LM"}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -41,25 +42,33 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(view).cast("B")
 
 
+def _entry_bytes(name: str, dims: int) -> int:
+    """Return an upper bound of what a tensor adds to the header: escaped name, 20 digits for each number."""
+    return len(json.dumps(name)) + 80 + 22 * (dims + 2)
+
+
 class Shard:
     """A safetensors file that is written tensor by tensor, so that only one is in memory. All its tensors have one item
     size. `finish` writes the header into the space reserved at the front (the format allows blanks after the JSON)."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, every: Collection[str] = ()) -> None:
+        """Open a new file. every: the names of all its tensors, of at most two dimensions, if they must be in one file
+        whatever its size."""
+        self.path, self._splits = path, not every
+        room = 64 + sum(_entry_bytes(name, 2) for name in every)
+        self._header_bytes = -(-room // 4096) * 4096 if every else _HEADER_BYTES
         self.names: list[str] = []
         self.data_bytes = 0
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
-        self._header_left = _HEADER_BYTES - 64
+        self._header_left = self._header_bytes - 64
         self._file = open(path, "wb")  # noqa: SIM115 - closed by `finish` or `close`
-        self._file.write(b" " * _HEADER_BYTES)
+        self._file.write(b" " * self._header_bytes)
 
     def add(self, name: str, tensor: torch.Tensor) -> bool:
         """Append a tensor. Return False if the file is full; the first tensor always fits."""
-        # An upper bound of what the tensor adds to the header: escaped name, 20 digits for each number.
-        entry_bytes = len(json.dumps(name)) + 80 + 22 * (tensor.dim() + 2)
+        entry_bytes = _entry_bytes(name, tensor.dim())
         end = self.data_bytes + tensor.nbytes
-        if self.names and (end > MAX_SHARD_BYTES or entry_bytes > self._header_left):
+        if self.names and self._splits and (end > MAX_SHARD_BYTES or entry_bytes > self._header_left):
             return False
         self._file.write(host_bytes(tensor))
         offsets = [self.data_bytes, end]
@@ -70,7 +79,7 @@ class Shard:
         return True
 
     def finish(self) -> None:
-        text, room = json.dumps(self._header, separators=(",", ":")).encode(), _HEADER_BYTES - 8
+        text, room = json.dumps(self._header, separators=(",", ":")).encode(), self._header_bytes - 8
         assert len(text) <= room, f"a header of {len(text)} bytes in a room of {room}"
         self._file.seek(0)
         self._file.write(room.to_bytes(8, "little") + text.ljust(room))

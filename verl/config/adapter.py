@@ -134,6 +134,21 @@ def read_adapter(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
     return parts
 
 
+def read_factors(folder: Path, base: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return the shapes of the factors A and B of each weight that an adapter changes, by its name. Raise ValueError as
+    `read_adapter`, and for an adapter with whole tensors."""
+    headers = read_weight_headers(folder)
+    return {name: (headers[part.a].shape, headers[part.b].shape) for name, part in factors_alone(folder, base).items()}
+
+
+def factors_alone(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
+    """Return what `read_adapter` returns. Raise ValueError for an adapter with whole tensors too."""
+    parts = read_adapter(folder, base)
+    if whole := sorted(name for name, part in parts.items() if part.whole or not part.a):
+        raise Refused(f"{folder}: an adapter with the whole tensor {whole[0]}; only factors can be published as a set")
+    return parts
+
+
 def _read(folder: Path) -> _Lora:
     config = {"peft_type": None, **json_object(folder / CONFIG, (folder / CONFIG).read_bytes())}
     for key, value in config.items():

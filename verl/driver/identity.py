@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -28,6 +29,7 @@ from verl.config.schema import COMPUTE_SCORE, Config, RewardConfig
 from verl.config.tree import leaves, values_of
 from verl.data.files import expand_files, fingerprint
 from verl.data.formats import SINGLE_TURN, played_by
+from verl.model_engine.lora_spec import LoraSpec, trained_by
 
 _WEIGHTS = (".safetensors", ".py")
 _WEIGHT_FILES = ("config.json", "generation_config.json", "adapter_config.json")
@@ -89,9 +91,20 @@ def _teacher(path: str | None, policy: str) -> str | None:
     return _model(path) if base == path else f"{_model(path)} of {_model(base)}"
 
 
+def _lora(config: Config) -> str | None:
+    """Return the settings of LoRA that are not the defaults, with the hash of an adapter that training starts from in
+    place of its folder."""
+    spec = trained_by(config.model.lora)
+    if spec is None:
+        return None
+    own = {f.name: value for f in fields(spec) if (value := getattr(spec, f.name)) != getattr(LoraSpec(), f.name)}
+    return json.dumps(own | {"path": _model(spec.path)}, sort_keys=True)
+
+
 CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
     {
         "model.path": lambda c: _model(c.model.path),
+        "model.lora": _lora,
         "model.tokenizer_path": lambda c: _tokenizer(c.model.tokenizer_path or c.model.path),
         "model.chat_template": lambda c: _source(c.model.chat_template),
         "data.train_files": lambda c: _rows(c.data.train_files),

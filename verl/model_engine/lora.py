@@ -18,10 +18,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from verl.config.adapter import WEIGHTS, read_adapter
+from verl.config.adapter import WEIGHTS, factors_alone
 from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
-from verl.model_engine.lora_spec import LoraSpec, target_modules
+from verl.model_engine.lora_spec import LoraSpec, check_rank, target_modules
 from verl.nn.lora import layer_size
 from verl.parameter_set import ParameterSet
 
@@ -56,11 +56,7 @@ class LoraLayers:
 
     def _add(self, model: Any, module: str) -> None:
         rank, (into, out) = self.parameters.rank, layer_size(model, module, TRAINED_SET)
-        if rank > min(into, out):
-            raise Refused(
-                f"model.lora.rank={rank}: {module} of {type(model).__name__} is [{out}, {into}], and a rank is at most "
-                f"its shorter side; lower the rank"
-            )
+        check_rank(rank, module, (out, into), type(model).__name__)
         layer = model.get_submodule(module)
         if not isinstance(layer, nn.Linear):  # its weight is [in, out]
             self._turned.add(f"{module}.weight")
@@ -159,13 +155,15 @@ def read_lora(name: str, folder: Path, base: Path) -> tuple[ParameterSet, dict[s
     Return the set, with that folder as its base, and its factors in float32. A set has one rank and one scale: a factor
     of a lower rank is padded with zeros, and a module's other scale is multiplied into its factor B. Raise ValueError
     for an adapter of another model, or with tensors that are no factors."""
-    parts = read_adapter(folder, base)
-    if whole := sorted(name for name, part in parts.items() if part.whole or not part.a):
-        raise Refused(f"{folder}: an adapter with the whole tensor {whole[0]}; only factors can be published as a set")
+    parts = factors_alone(folder, base)
     with safe_open(folder / WEIGHTS, "pt") as file:
         read = {
             name: (file.get_tensor(part.a).float(), file.get_tensor(part.b).float()) for name, part in parts.items()
         }
+    for part, factors_of in zip(parts.values(), read.values(), strict=True):
+        for key, factor in zip((part.a, part.b), factors_of, strict=True):
+            if not factor.isfinite().all():
+                raise Refused(f"{folder}: {key} has values that are not finite; take an earlier adapter, or train anew")
     rank, scale = max(len(a) for a, _ in read.values()), max((part.scale for part in parts.values()), key=abs)
     modules = {name: name.removesuffix(".weight") for name in sorted(read)}
     found = ParameterSet(id=name, kind="lora", base=str(base), rank=rank, scale=scale, targets=tuple(modules.values()))

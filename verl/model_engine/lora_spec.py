@@ -12,6 +12,8 @@ from verl.bounds import NonNegativeInt, Positive
 from verl.errors import Refused
 
 ALL_LINEAR = "all-linear"
+LR_FACTOR = 10.0
+"""The usual learning rate of factors as a multiple of the one at which all weights are trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +84,15 @@ def target_modules(spec: LoraSpec, linears: Iterable[str], inner: Iterable[str],
     return tuple(name for name in every if name in wanted)
 
 
+def check_rank(rank: int, module: str, sides: tuple[int, int], model: str) -> None:
+    """Raise ValueError for a rank above the shorter side of a layer's weight. model: its class, for the message."""
+    if rank > min(sides):
+        raise Refused(
+            f"model.lora.rank={rank}: {module} of {model} is {list(sides)}, and a rank is at most its shorter side; "
+            "lower the rank"
+        )
+
+
 def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str, model: str) -> set[str]:
     if entry == ALL_LINEAR:
         return {*inner}
@@ -91,6 +102,9 @@ def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str, mod
     except re.error as e:
         raise Refused(f"model.lora.{key}={entry}: not a regular expression ({e}); name layers") from e
     if not found:
+        if "embed" in entry or "lm_head" in entry or "wte" in entry:
+            why = "embeddings and the output head, which may be one tied tensor, get no factors"
+            raise Refused(f"model.lora.{key}={entry}: {why}; name linear layers of the decoder, or leave it out")
         ends = ", ".join(sorted({name.rpartition(".")[2] for name in every}))
         raise Refused(f"model.lora.{key}={entry}: no linear layer of {model} has this name; they are {ends}")
     return found

@@ -42,6 +42,10 @@ class RankWork:
     optimizer: str = "adamw"
     """A row of optimizer_table.py."""
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    factors: int | None = None
+    """The values in the factors of LoRA, which alone are trained; None: all weights are trained."""
+    factors_rank: int = 0
+    """The rank of those factors."""
     publishes: bool = False
     """The weights are published: they are gathered one by one."""
 
@@ -107,7 +111,7 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         vocab = -(-model.vocab // layout.tensor)
         rows = min(work.tokens, device_facts(work.device).chunk_rows(vocab))
         items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
-        items["head's gradient"] = 4 * vocab * model.hidden * work.trains
+        items["head's gradient"] = 4 * vocab * model.hidden * (work.trains and work.factors is None)
         cast = 4 * (work.dtype == "bfloat16") if work.float32_head else share.half  # bytes of a weight in the product
         items["head's compute copy"] = cast * vocab * model.hidden
     if work.publishes:
@@ -129,13 +133,12 @@ class _Share:
         sparse = model.expert_parameters // model.layers  # per layer: experts are not divided by tensor ranks
         count, rest = self.layer * self.layers + root, sparse * self.layers
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
-        self.states = optimizer_bytes(
-            work.optimizer,
-            work.optimizer_options,
-            matrices=self.weights - root // (layout.shard * tensor),
-            others=root // (layout.shard * tensor),
-            short_side=model.hidden,
-        )
+        outside = root // (layout.shard * tensor)
+        self.trained, self.states = self.weights, _states_bytes(work, self.weights - outside, outside, model.hidden)
+        if work.factors is not None:
+            self.trained = -(-work.factors * self.layers // (model.layers * layout.shard * tensor))
+            self.states = _states_bytes(work, self.trained, 0, work.factors_rank)
+            self.weights += self.trained
         self.gathers, self.cut = int(layout.world_size > 1), layout.shard > 1
         self.outside, self.dense = 4 * root // tensor * self.gathers, 4 * (self.layer - sparse) // tensor
         self.experts, self.experts_cut = 4 * sparse // layout.expert, layout.shard > layout.expert
@@ -158,19 +161,26 @@ def _training(share: _Share, kept: int, waits: int, working: int, residual: int)
     waiting = activations + copies * (not again)  # of one pass, until its backward pass
     flying = min(layout.pipeline - work.stage, work.passes)
     # no gradients exist beside the first backward pass
-    not_yet = min(4 * share.weights, waiting) * (work.passes == flying > 1)
+    not_yet = min(4 * share.trained, waiting) * (work.passes == flying > 1)
     return {
         "optimizer states": share.states,
-        "gradients": 4 * share.weights,
+        "gradients": 4 * share.trained,
         # as computed, and in the buffer from which they are sent
         "gathered gradients": share.gathers * 2 * max(share.dense, share.experts),
         "reduced embeddings": reduced,
         # of earlier passes, summed over the ranks of one copy of the model and not yet over the copies
-        "gradients of one copy": 4 * share.weights * (layout.replicate > 1 and work.passes > 1),
+        "gradients of one copy": 4 * share.trained * (layout.replicate > 1 and work.passes > 1),
         "compute copy of weights": copies,
         "activations": activations,
         "waiting passes": (flying - 1) * waiting - not_yet,  # kept for the backward passes of the earlier ones
     }
+
+
+def _states_bytes(work: RankWork, matrices: int, others: int, short_side: int) -> int:
+    """Return the bytes of the optimizer's states for so many values in matrices of layers and elsewhere."""
+    return optimizer_bytes(
+        work.optimizer, work.optimizer_options, matrices=matrices, others=others, short_side=short_side
+    )
 
 
 def _outside_layers(model: ModelFacts, layout: Layout, root: int, stage: int) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from verl.algorithms.presets import settled
 from verl.bounds import counted, size_text
 from verl.checkpoint.store import SLACK_BYTES
+from verl.config.lora_layers import trained_factors
 from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.schema import Config
 from verl.model_engine.optimizer_table import optimizer_bytes
@@ -40,12 +41,14 @@ def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
     own = model.body_parameters if command == "rm" else model.parameters
     folders = {find_model_folder(path) for path in (model.folder, config.model.tokenizer_path or model.folder)}
     beside = [p for folder in folders for p in folder.iterdir() if p.suffix in _COMPANIONS]
+    factors = trained_factors(config)
+    exported = own if factors is None else factors.parameters + model.hidden * (command == "rm")
     parts = {
-        "weights": EXPORT_BYTES * own + sum(p.stat().st_size for p in beside),
+        "weights": EXPORT_BYTES * exported + sum(p.stat().st_size for p in beside),
         "state": _state_bytes(config, model, own),
     }
     if command == "train" and config.teacher.ema:
-        parts["average"] = 4 * own
+        parts["average"] = 4 * exported
     if command == "train" and settled(config.algorithm.name, config.algorithm.given()).critic:
         critic = model if config.critic.path is None else describe_model(config.critic.path)
         parts["critic"] = _state_bytes(config, critic, critic.body_parameters)
@@ -53,10 +56,12 @@ def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
 
 
 def _state_bytes(config: Config, model: ModelFacts, parameters: int) -> int:
-    """Return the bytes of the masters and optimizer states of a trained role."""
-    matrices = model.body_parameters - model.embedding_parameters
+    """Return the bytes of the masters and optimizer states of a trained role: under LoRA of its factors."""
+    matrices, short_side = model.body_parameters - model.embedding_parameters, model.hidden
+    if (factors := trained_factors(config, model.folder)) is not None:
+        parameters, matrices, short_side = factors.parameters, factors.parameters, factors.rank
     others, optim = parameters - matrices, config.optim
-    states = optimizer_bytes(optim.name, optim.options, matrices=matrices, others=others, short_side=model.hidden)
+    states = optimizer_bytes(optim.name, optim.options, matrices=matrices, others=others, short_side=short_side)
     return 4 * parameters + states
 
 

@@ -21,6 +21,7 @@ from verl.config.devices import (
     on_cuda,
     rollout_dtype,
 )
+from verl.config.lora_layers import trained_factors
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
@@ -92,6 +93,7 @@ def role_items(
         return {}
     assert config.model.gradient_checkpointing != "auto", "it is settled first (planner/checkpointing.py)"
     own = {"critic": config.critic.path, "reward_model": config.reward.model, **teachers}.get(role)
+    factors = trained_factors(config, own) if role in TRAINED else None
     work = RankWork(
         tokens=tokens,
         passes=passes,
@@ -104,6 +106,8 @@ def role_items(
         trains=role in TRAINED,
         optimizer=config.optim.name,
         optimizer_options=config.optim.options,
+        factors=factors.parameters if factors else None,
+        factors_rank=factors.rank if factors else 0,
         publishes=role == "actor",
     )
     items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))
@@ -217,7 +221,7 @@ def _process_items(config: Config, tokens: int) -> dict[str, int]:
     critic = role_items(config, "critic", alone, tokens) if preset.critic else {}
     learned = [role_items(config, role, alone, tokens) for role in teacher_models(config)]
     teachers = learned if "teacher" in preset.roles() else []
-    average = actor["weights"] if config.teacher.ema else 0
+    average = actor["gradients"] if config.teacher.ema else 0  # as large as what is trained
     snapshot = actor["weights"] if config.pipeline.staleness > 0 else 0  # training continues while it is sent
     return {
         "master weights": actor["weights"],
@@ -299,7 +303,7 @@ def _rank_items(
         for name, size in role_items(config, role, layout, tokens, stage=stage, passes=passes).items()
     }
     if config.teacher.ema and "actor" in roles:
-        items["actor optimizer states"] += items["actor weights"]  # the average of the weights is kept beside them
+        items["actor optimizer states"] += items["actor gradients"]  # the average of the weights is kept beside them
     rollout = rollout_items(config, describe_model(config.model.path)) if replicas else {}
     items |= {name: replicas * size for name, size in rollout.items()}
     return items | (device_buckets(config) if "actor" in roles else {})

@@ -17,9 +17,11 @@ from verl.algorithms.presets import settled
 from verl.chat import parsing
 from verl.config.adapter import teacher_models
 from verl.config.devices import on_cuda
+from verl.config.lora_layers import TrainedFactors, trained_factors
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
 from verl.config.schema import Config, OptimConfig
+from verl.model_engine.lora_spec import LR_FACTOR, trained_by
 from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.planner.cluster import ClusterPlan, cluster_plan, memory_on_this_machine
 from verl.planner.disk import (
@@ -54,6 +56,7 @@ class Plan:
     warnings: tuple[str, ...]
     cluster: ClusterPlan | None = None  # With it, `memory` is that of the fullest rank.
     teacher_share: float | None = None  # As a share of the FLOPs of the policy's update.
+    factors: TrainedFactors | None = None  # Of the policy, under LoRA.
     calls: str = ""  # How calls of tools are written; "" without tools.
 
     def to_json(self) -> str:
@@ -91,6 +94,7 @@ def make_plan(config: Config) -> Plan:
         warnings=(*_warnings(config, model, length), *small),
         cluster=placement,
         teacher_share=teacher_share(config),
+        factors=trained_factors(config),
         calls=written_calls(config, Path(config.model.tokenizer_path or model.folder).expanduser()),
     )
 
@@ -135,13 +139,21 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
         yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end; null saves by time"
 
 
+def low_rate(config: Config) -> Iterator[str]:
+    """Yield a warning about a learning rate that is usual for another optimizer, or for training of all weights."""
+    factor, lr = OPTIMIZERS[config.optim.name].lr_factor, config.optim.lr
+    if trained_by(config.model.lora) is not None and lr < LR_FACTOR * factor * OptimConfig().lr:
+        usual = f"factors want about {LR_FACTOR:g} times the rate of training all weights"
+        yield f"optim.lr={lr:g} is low for LoRA with optim.name={config.optim.name}: {usual}; try {10 * lr:g}"
+    elif lr < factor * OptimConfig().lr and factor > 1:
+        yield f"optim.lr={lr:g} is low for optim.name={config.optim.name}: usual is {factor:g} times that of adamw"
+
+
 def algorithm_warnings(config: Config) -> Iterator[str]:
     """Return the warnings about the objective; `verl train` also prints them at its start."""
     given, p = config.algorithm.given(), config.pipeline
     preset = settled(config.algorithm.name, given)
-    factor, lr = OPTIMIZERS[config.optim.name].lr_factor, config.optim.lr
-    if lr < factor * OptimConfig().lr and factor > 1:
-        yield f"optim.lr={lr:g} is low for optim.name={config.optim.name}: usual is {factor:g} times that of adamw"
+    yield from low_rate(config)
     if given.get("kl_loss_form") == "k1":
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     if preset.critic and preset.critic.critic_warmup_until and not preset.critic.critic_warmup_steps:

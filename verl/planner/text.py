@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from verl.bounds import counted, size_text
+from verl.config.lora_layers import TrainedFactors
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
 from verl.planner.card import CardFacts, card_lines, check_card
@@ -22,6 +23,7 @@ def render_plan(plan: Plan) -> str:
     parts = " + ".join(f"{name} {size_text(size)}" for name, size in plan.checkpoint_parts.items())
     lines = {
         "model": _model_line(plan.model),
+        **({} if plan.factors is None else {"trained": _factors_line(plan.factors, plan.model)}),
         "step": _step_line(step),
         "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
         "run": _run_line(plan.length),
@@ -71,6 +73,11 @@ def _model_line(m: ModelFacts) -> str:
         f"{m.architecture}: {m.layers} layers, hidden {m.hidden}, {heads}, vocabulary {m.vocab:,}; "
         f"{m.parameters:,} parameters{tied}; stored {size_text(m.stored_bytes)} {m.stored_dtype}"
     )
+
+
+def _factors_line(f: TrainedFactors, m: ModelFacts) -> str:
+    share = f.parameters / m.parameters
+    return f"{f.parameters:,} parameters ({share:.2%}): LoRA of rank {f.rank} in {counted(len(f.layers), 'layer')}"
 
 
 def _step_line(s: StepSizes) -> str:

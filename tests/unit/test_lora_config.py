@@ -1,0 +1,162 @@
+"""LoRA in configuration, plan and identity: what is trained is known from the headers of a model's files, and what
+cannot be trained is refused before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from each import each
+from handmade_model import write_model, write_qwen_half_billion, write_rows
+from safetensors.torch import save_file
+
+from verl.cli import main
+from verl.config.load import load_config
+from verl.driver.identity import compare, identity_of
+from verl.planner.plan import make_plan
+from verl.planner.text import render_plan
+
+RANK = "model.lora.rank=8"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    where = tmp_path_factory.mktemp("lora")
+    write_qwen_half_billion(where / "qwen")
+    write_model(where / "tiny")
+    write_rows(where / "train.jsonl", 64)
+    return where
+
+
+def resolved_of(folder: Path, *args: str, model: str = "tiny"):
+    own = [f"model.path={folder}/{model}", f"data.train_files={folder}/train.jsonl", f"run.root_dir={folder}/runs"]
+    return load_config([*own, *args])
+
+
+def planned(folder: Path, *args: str, model: str = "tiny"):
+    return make_plan(resolved_of(folder, *args, model=model).config)
+
+
+def adapter(folder: Path, rank: int = 4, value: float = 0.5, **config) -> Path:
+    """An adapter of the tiny model in PEFT's layout, with factors of q_proj."""
+    folder.mkdir()
+    factors = {"A": torch.full((rank, 64), value), "B": torch.full((64, rank), value)}
+    every = {
+        f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{name}.weight": factor.clone()
+        for layer in range(2)
+        for name, factor in factors.items()
+    }
+    save_file(every, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": 8, "target_modules": ["q_proj"], **config}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder
+
+
+def test_trained_parameters_gradients_and_states_are_those_of_the_factors(folder):
+    """4,399,104 is PEFT's number for rank 8 in all linear layers of Qwen2.5-0.5B."""
+    plan, whole = (planned(folder, *args, model="qwen") for args in ((RANK,), ()))
+    factors = plan.factors
+    assert factors is not None and whole.factors is None and "\ntrained " not in render_plan(whole)
+    assert factors.parameters == 4_399_104
+    assert "trained   4,399,104 parameters (0.89%): LoRA of rank 8 in 168 layers" in render_plan(plan)
+    assert plan.memory.items["gradients"] == 4 * factors.parameters
+    assert plan.memory.items["optimizer states"] == 8 * factors.parameters
+    assert plan.checkpoint_parts["state"] == 12 * factors.parameters
+    assert 0 <= plan.checkpoint_parts["weights"] - 4 * factors.parameters < 100_000
+    assert "head's gradient" in whole.memory.items and "head's gradient" not in plan.memory.items
+    weights = [p.memory.items["master weights"] for p in (plan, whole)]
+    assert weights[0] - weights[1] == 4 * factors.parameters, "the base as before, and the factors"
+    assert plan.memory.items["rollout weights"] == whole.memory.items["rollout weights"]
+    lagged = ("algorithm.name=opd", "teacher.path=policy", "teacher.ema=0.9")
+    averaged = planned(folder, RANK, *lagged, model="qwen")
+    assert averaged.memory.items["teacher"] == averaged.checkpoint_parts["average"] == 4 * factors.parameters
+    critic = planned(folder, RANK, "algorithm.name=ppo", model="qwen").checkpoint_parts["critic"]
+    assert critic == plan.checkpoint_parts["state"]
+
+
+def test_targets_of_the_plan(folder):
+    some = planned(folder, RANK, "model.lora.targets=[q_proj, v_proj]", "model.lora.exclude=['.*layers.1.*']")
+    assert [*some.factors.layers] == ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
+    assert some.factors.parameters == 8 * (64 + 64 + 64 + 32)
+
+
+def test_an_adapter_that_training_starts_from_has_its_own_size(folder, tmp_path):
+    plan = planned(folder, f"model.lora.path={adapter(tmp_path / 'a')}")
+    assert plan.factors.parameters == 2 * 4 * 128 and plan.factors.rank == 4
+
+
+@each(
+    "args, low",
+    [
+        ((RANK,), True),
+        ((RANK, "optim.lr=9e-6"), True),
+        ((RANK, "optim.lr=1e-5"), False),
+        ((RANK, "optim.lr=1e-5", "optim.name=apollo"), True),
+        ((RANK, "optim.lr=1e-4", "optim.name=apollo"), False),
+        ((), False),
+    ],
+)
+def test_a_learning_rate_of_full_training_is_a_warning(folder, args, low):
+    found = [line for line in planned(folder, *args).warnings if "is low for LoRA" in line]
+    assert len(found) == low
+    if args == (RANK,):
+        assert found == [
+            "optim.lr=1e-06 is low for LoRA with optim.name=adamw: factors want about 10 times the rate of training "
+            "all weights; try 1e-05"
+        ]
+
+
+@each(
+    "args, text",
+    [
+        (
+            ("model.lora.rank=33",),
+            "model.lora.rank=33: model.layers.0.self_attn.k_proj of Qwen2ForCausalLM is [32, 64]",
+        ),
+        ((RANK, "model.lora.targets=[w_proj]"), "model.lora.targets=w_proj: no linear layer of Qwen2ForCausalLM"),
+        ((RANK, "model.lora.exclude=[w_proj]"), "model.lora.exclude=w_proj: no linear layer of Qwen2ForCausalLM"),
+        ((RANK, "model.lora.targets=[lm_head]"), "model.lora.targets=lm_head: embeddings and the output head"),
+        ((RANK, "model.lora.targets=[embed_tokens]"), "model.lora.targets=embed_tokens: embeddings and the output"),
+        ((RANK, "model.lora.exclude=[all-linear]"), "no layer is left to train"),
+        (("model.lora.path={tmp}/other",), "model.lora.path={tmp}/other: it changes"),
+        (("model.lora.path={tmp}/fits", "model.path={folder}/qwen"), "in its base ({folder}/qwen)"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_without_a_model(folder, tmp_path, capsys, monkeypatch, args, text):
+    monkeypatch.setattr("verl.driver.launch.make_plan", lambda *args: pytest.fail("the run has started"))
+    other = adapter(tmp_path / "other")
+    tensors = {"base_model.model.model.layers.7.mlp.up.lora_A.weight": torch.zeros(4, 8)}
+    save_file(tensors, other / "adapter_model.safetensors")
+    adapter(tmp_path / "fits")
+    at = {"tmp": tmp_path, "folder": folder}
+    given = [a.format(**at) if a.startswith("model.") and "path" in a else a for a in args]
+    run = [f"model.path={folder}/tiny", f"data.train_files={folder}/train.jsonl", f"run.root_dir={tmp_path}/runs"]
+    for verb in ("train", "plan"):
+        assert main([verb, *run, *given]) == 2
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert text.format(**at) in lines[-1], lines
+        assert sum("model.lora" in line for line in lines) == 1 or "in its base" in text, lines
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_adapter_beside_what_trains_nothing_is_refused(folder, tmp_path, capsys):
+    path = adapter(tmp_path / "a")
+    rows = f"data.eval_files={folder}/train.jsonl"
+    assert main(["eval", f"model.path={folder}/tiny", rows, f"model.lora.path={path}"]) == 2
+    assert "`verl eval` trains nothing" in capsys.readouterr().err
+
+
+def test_another_rank_scale_target_or_adapter_is_another_run(folder, tmp_path):
+    def identity(*args: str):
+        return identity_of(resolved_of(folder, *args), "train")
+
+    start = identity(RANK)
+    assert compare(start, identity(RANK, "model.lora.alpha=32", "model.lora.targets=[all-linear]")) == ([], {})
+    assert compare(identity(), identity("model.lora.rank=0")) == ([], {})
+    for more in (("model.lora.rank=4",), (RANK, "model.lora.alpha=16"), (RANK, "model.lora.targets=[q_proj]"), ()):
+        (line,), changed = compare(start, identity(*more))
+        assert line.startswith("model.lora: ") and not changed
+    one, same, other = (adapter(tmp_path / n, value=v) for n, v in (("a", 0.5), ("b", 0.5), ("c", 0.25)))
+    first = identity(f"model.lora.path={one}")
+    assert compare(first, identity(f"model.lora.path={same}")) == ([], {}), "the place does not matter"
+    assert compare(first, identity(f"model.lora.path={other}"))[0]

@@ -1,0 +1,96 @@
+"""The layers of a model that LoRA trains and the number of its values, from the headers of the model's files. No torch,
+and no model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.config.adapter import read_factors
+from verl.config.model_files import TensorHeader, describe_model, find_model_folder, read_weight_headers
+from verl.config.schema import Config
+from verl.model_engine.lora_spec import LoraSpec, check_rank, target_modules, trained_by
+
+_ROUTERS = (".gate", ".router")
+"""The ends of the names of routers of experts, which are no linear layers in memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedFactors:
+    """The factors that LoRA trains in a model."""
+
+    rank: int
+    layers: Mapping[str, tuple[int, int]]
+    """The sides of the weight of each layer with factors, by its name in the model."""
+
+    @property
+    def parameters(self) -> int:
+        """The number of values in all factors."""
+        return self.rank * sum(sum(sides) for sides in self.layers.values())
+
+
+def trained_factors(config: Config, path: str | None = None) -> TrainedFactors | None:
+    """Return the factors that a run trains in the model at `path` (the policy without one); None if it trains all
+    weights. Raise ValueError for targets, a rank or an adapter that the model cannot have."""
+    spec = trained_by(config.model.lora)
+    if spec is None:
+        return None
+    folder = find_model_folder(path or config.model.path)
+    if spec.path is None:
+        return _drawn(spec, folder)
+    try:
+        parts = read_factors(Path(spec.path).expanduser(), folder)
+    except ValueError as exc:
+        raise type(exc)(str(exc).replace("model.path=", "model.lora.path=")) from exc
+    sizes = {name.removesuffix(".weight"): (a, b) for name, (a, b) in parts.items()}
+    rank = max(a[0] for a, _ in sizes.values())
+    return TrainedFactors(rank, {name: (b[0], a[1]) for name, (a, b) in sizes.items()})
+
+
+def lora_layer_faults(config: Config) -> Iterator[str]:
+    """Yield the reason why LoRA cannot train a model of this run, as far as its files show it."""
+    for path in dict.fromkeys((config.model.path, config.critic.path or config.model.path)):
+        try:
+            trained_factors(config, path)
+        except ValueError as exc:
+            yield str(exc)
+            return
+
+
+def unused_lora(config: Config, command: str) -> Iterator[str]:
+    """Yield the reason why a command that trains nothing refuses an adapter."""
+    if (path := config.model.lora.get("path")) is not None:
+        why = f"`verl {command}` trains nothing, and reads model.path alone"
+        yield f"model.lora.path={path}: {why}; leave it out"
+
+
+def _drawn(spec: LoraSpec, folder: Path) -> TrainedFactors:
+    """Return the factors that the engine adds to a model's layers."""
+    linears, model = _linears(folder), describe_model(str(folder)).architecture
+    layers = {name: linears[name] for name in target_modules(spec, linears, linears, model)}
+    for name, sides in layers.items():
+        check_rank(spec.rank, name, sides, model)
+    return TrainedFactors(spec.rank, layers)
+
+
+def _linears(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return the sides of the weight of each linear layer in the decoder layers, by its name in the model."""
+    found = dict[str, tuple[int, int]]()
+    for name, header in read_weight_headers(folder).items():
+        module = name.removesuffix(".weight")
+        if module != name and _is_linear(module, header):
+            found[_in_model(module)] = (header.shape[0], header.shape[1])
+    return found
+
+
+def _is_linear(module: str, header: TensorHeader) -> bool:
+    inside = any(part.isdigit() for part in module.split("."))
+    return inside and len(header.shape) == 2 and ".experts." not in module and not module.endswith(_ROUTERS)
+
+
+def _in_model(module: str) -> str:
+    """Return the name of a module in the causal LM: some folders omit its first component."""
+    prefixes = {"h": "transformer", "layers": "model"}
+    first = module.partition(".")[0]
+    return f"{prefixes[first]}.{module}" if first in prefixes else module
