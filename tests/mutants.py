@@ -75,7 +75,7 @@ TERMS = "tests/numerics/test_preference_terms.py"
 MOVED = "tests/unit/test_moved.py tests/e2e/test_older_runs.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
-SETS = "tests/contracts/test_weight_sync_contract.py"
+SETS, NATIVE_SETS = "tests/contracts/test_weight_sync_contract.py", "tests/numerics/test_native_sets.py"
 MEDIA = "tests/unit/test_media.py"
 BLOCKS = "tests/unit/test_fp8.py"
 AWAY = "tests/numerics/test_offload_pinned.py"
@@ -792,6 +792,18 @@ MUTANTS = (
     ),
     # -- LoRA sets
     Mutant("parameter_set.py", "if parameters.base != held:", "if False:", SETS),
+    Mutant("rollout/native/runner.py", "self._forget_prompts(parameters.id)", "pass", NATIVE_SETS),
+    Mutant(
+        "rollout/native/runner.py",
+        "self._row_sets[holes] = self._needs",
+        "self._row_sets[:0] = self._needs",
+        NATIVE_SETS,
+    ),
+    Mutant("rollout/native/prefill.py", "if key[0] != name}", "}", NATIVE_SETS),
+    Mutant("rollout/native/sets.py", "interleaved(low.b, half) if", "low.b if", NATIVE_SETS),
+    Mutant("rollout/native/sets.py", ".mul_(self.parameters.scale)", "", NATIVE_SETS),
+    Mutant("rollout/native/sets.py", "torch.where(own, a(x)", "torch.where(own | True, a(x)", NATIVE_SETS),
+    Mutant("rollout/native/sets.py", "into_a.zero_()", "pass", NATIVE_SETS),
     Mutant("nn/lora.py", "one.b.to(x)) * scale", "one.b.to(x)) * (2 * scale)", SETS),
     Mutant("rollout/replica.py", "        of.sets.clear()\n", "", "tests/unit/test_rollout_adapters.py"),
     Mutant("rollout/wrapper.py", "        await asyncio.wait({self._publish})\n", "", SETS),
@@ -1253,12 +1265,7 @@ MUTANTS = (
     Mutant("accel/cuda/blocks.py", "tl.load(scale_rows + n, mask=within, other=0)", "n // DEPTH", CUDA),
     Mutant("accel/cuda/blocks.py", "if exact_rows or rows > FEW_ROWS:", "if rows > FEW_ROWS:", CUDA),
     Mutant("accel/cuda/experts.py", "expert * tl.cdiv(N, DEPTH) + n", "expert + n", CUDA),
-    Mutant(
-        "rollout/native/weights.py",
-        "flatten() if i < rotated else of_row",
-        "flatten() if False else of_row",
-        CUDA_ENGINE,
-    ),
+    Mutant("rollout/native/weights.py", "interleaved(of_row, half) if i < rotated else of_row", "of_row", CUDA_ENGINE),
     Mutant("rollout/embedded/receive.py", "if to.dtype.itemsize == 1 and", "if False and", CUDA_ENGINE),
     Mutant("accel/cuda/products.py", "    if ADDED:", "    if ADDED and BIASED:", EXACT_ROWS),
     Mutant("model_engine/passes.py", "rounded_weight(weight, self.compute)", "weight", HEAD_DTYPE),

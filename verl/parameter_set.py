@@ -83,7 +83,7 @@ def check_base(parameters: ParameterSet, held: str, lora_rank: int) -> None:
     """
     name = f"LoRA set {parameters.id!r}"
     if not lora_rank:
-        fix = "use rollout.engine=hf, or vllm with rollout.engine_options.max_lora_rank"
+        fix = "use rollout.engine=native or hf, or vllm with rollout.engine_options.max_lora_rank"
         raise ValueError(f"{name}: this rollout engine loads no adapters; {fix}")
     if parameters.rank > lora_rank:
         fix = f"set rollout.engine_options.max_lora_rank to at least {parameters.rank}"

@@ -28,7 +28,7 @@ from verl.rollout.router import MAX_LEAD, Router
 from verl.types import Sampling
 
 VOCAB = 61
-ADAPTING = ("hf",)  # the kinds that take LoRA sets
+ADAPTING = ("native", "native-torch", "hf", "router")  # the kinds that take LoRA sets
 DRAWS = 3000  # of one distribution
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,

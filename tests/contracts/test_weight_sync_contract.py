@@ -44,6 +44,7 @@ from verl.models import tiny
 from verl.nn import fp8
 from verl.nn.fp8 import SCALES, as_computed, in_blocks, quantise
 from verl.objective import Term
+from verl.parameter_set import ParameterSet
 from verl.recipes import arithmetic
 from verl.rollout import hf
 from verl.rollout.base import GenerateRequest, ReplicaLost, RolloutContext
@@ -274,9 +275,6 @@ class LoraWorld(World):
     def source(self) -> LoraSource:
         return self.opened["a"][0]
 
-    def rollout(self, kind: str = "hf", **more: Any) -> Any:
-        return super().rollout("hf", **more)
-
     async def ready(self, *replicas: Any) -> None:
         given = {"exclusive": True, "on_inflight": ["wait"] * len(replicas), "timeout_s": 60}
         await self.full.publish(self.policy, replicas, version=7, **given)
@@ -301,6 +299,14 @@ def of(request, backend) -> str:
     if request.param == "lora" and backend in PASSING:
         pytest.skip("a LoRA set is published whole")
     return request.param
+
+
+@pytest.fixture
+def storing(backend) -> str:
+    """A backend that stores whole versions, as a LoRA set needs."""
+    if backend in PASSING:
+        pytest.skip("a LoRA set is published whole")
+    return backend
 
 
 def probe(role: Role) -> list[np.ndarray]:
@@ -798,9 +804,6 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any], str], Any]] = {
 
 @each("kind, change", product(ROLLOUTS, CHANGES))
 def test_a_tensor_that_does_not_match_its_manifest_raises(backend, of, kind, change):
-    if of == "lora" and kind != "hf":  # only that engine has LoRA sets
-        return
-
     async def test():
         name = FACTOR if of == "lora" else NORM
         world = WORLD_OF[of](trainer(), backend, sender=tampered(CHANGES[change], name))
@@ -866,9 +869,6 @@ class Perturbs(Replica):
 
 @each("kind", ROLLOUTS)
 def test_the_canary_trips_when_the_rollout_serves_other_weights(backend, of, kind):
-    if of == "lora" and kind != "hf":  # only that engine has LoRA sets
-        return
-
     async def test():
         world, off = WORLD_OF[of](trainer(), backend), FACTOR if of == "lora" else NORM
         replica = world.rollout(kind)
@@ -1193,13 +1193,11 @@ def merged_logprobs(world: LoraWorld) -> np.ndarray:
     return found
 
 
-def test_a_published_set_computes_as_its_merged_model_and_its_requests_name_it(backend):
-    if backend in PASSING:
-        pytest.skip("a LoRA set is published whole")
-
+@each("kind", ROLLOUTS)
+def test_a_published_set_computes_as_its_merged_model_and_its_requests_name_it(storing, kind):
     async def test():
-        world = LoraWorld(trainer(), backend)
-        replica = Notes(world.rollout())
+        world = LoraWorld(trainer(), storing)
+        replica = Notes(world.rollout(kind))
         await world.ready(replica)
         base = await scores(replica)
         for version in (3, 4):
@@ -1228,10 +1226,11 @@ def test_a_published_set_computes_as_its_merged_model_and_its_requests_name_it(b
     run(test)
 
 
-def test_a_set_over_other_weights_is_refused_and_ends_with_its_base():
+@each("kind", ROLLOUTS)
+def test_a_set_over_other_weights_is_refused_and_ends_with_its_base(kind):
     async def test():
         world = LoraWorld(trainer())
-        replica = world.rollout()
+        replica = world.rollout(kind)
         with pytest.raises(SyncError, match="the engine has no weights"):
             await world.publish([replica], 1)
         await world.ready(replica)
@@ -1261,10 +1260,11 @@ def test_a_set_over_other_weights_is_refused_and_ends_with_its_base():
     run(test)
 
 
-def test_running_requests_of_a_set_go_on_under_its_next_version():
+@each("kind", ROLLOUTS)
+def test_running_requests_of_a_set_go_on_under_its_next_version(kind):
     async def test():
         world = LoraWorld(trainer())
-        replica = world.rollout(max_context_tokens=256)
+        replica = world.rollout(kind, max_context_tokens=256)
         await world.ready(replica)
         await world.publish([replica], 1)
         request = GenerateRequest("r", PROBES[0], Sampling(max_tokens=200, seed=1, ignore_eos=True), parameters="a")
@@ -1285,10 +1285,46 @@ def test_running_requests_of_a_set_go_on_under_its_next_version():
     run(test)
 
 
+def halved(parameters: ParameterSet, tensors: Any) -> Any:
+    names = [name for module in parameters.targets[::2] for name in parameters.factors(module)]
+    return parameters, {name: t * 0 if name in names else t for name, t in tensors.items()}
+
+
+FAULTS: dict[str, Callable[[ParameterSet, Any], Any]] = {
+    "dropped": lambda parameters, tensors: (parameters, {name: t * 0 for name, t in tensors.items()}),
+    "half of the targets": halved,
+    "alpha doubled": lambda parameters, tensors: (replace(parameters, scale=2 * parameters.scale), tensors),
+}
+
+
+@each("kind, fault", product(ROLLOUTS, [*FAULTS, "stale"]))
+def test_the_canary_finds_an_adapter_that_does_not_act_as_it_was_trained(kind, fault):
+    """The engine receives the right bytes, and computes with others."""
+
+    async def test():
+        world = LoraWorld(trainer())
+        replica = world.rollout(kind)
+        await world.ready(replica)
+        add, first = replica._runner.add_set, dict(world.source.weights())
+        first = {name: tensor.clone() for name, tensor in first.items()}
+        faulty = FAULTS.get(fault, lambda parameters, tensors: (parameters, first))
+        assert (await world.publish([replica], 1)).canary_mean_abs < TOLERANCE
+        await world.update()
+        replica._runner.add_set = lambda *given: add(*faulty(*given))
+        with pytest.raises(SyncError, match=r"version 2: rollout and trainer log-probs of the canary differ by 0\.\d+"):
+            await world.publish([replica], 2)
+        replica._runner.add_set = add
+        assert (await world.publish([replica], 3)).canary_mean_abs < TOLERANCE
+        await replica.close()
+
+    run(test)
+
+
 def test_an_engine_without_lora_sets_refuses_one_and_serves_on():
     async def test():
         world = LoraWorld(trainer())
-        replica = World.rollout(world, "native")
+        replica = world.rollout()
+        replica._runner.lora_rank = 0
         await world.ready(replica)
         with pytest.raises(SyncError, match="LoRA set 'a': this rollout engine loads no adapters"):
             await world.publish([replica], 1)
@@ -1306,12 +1342,13 @@ def test_a_stream_is_refused_for_a_lora_set():
             LoraWorld(trainer(), backend)
 
 
-def test_a_published_adapter_follows_every_version_of_the_policy_on_all_replicas():
+@each("kind", ROLLOUTS)
+def test_a_published_adapter_follows_every_version_of_the_policy_on_all_replicas(kind):
     """This holds also if the trainer continues before the delivery ends."""
 
     async def test():
         world, notes = LoraWorld(trainer()), []
-        router = Router([lambda died: world.rollout() for _ in range(2)], note=notes.append)
+        router = Router([lambda died: world.rollout(kind) for _ in range(2)], note=notes.append)
         one = partial(LocalCheckpointEngine, probes=PROBES, tolerance=TOLERANCE)
         given = {"base": world.folder / "base", "timeout_s": 30.0, "note": notes.append, "after": AfterPublish}
         given |= {"published": router.set_published, "drop": router.drop_set}

@@ -32,6 +32,7 @@ from verl.rollout.native.engine import slower_notes
 from verl.rollout.native.fused import decode_hidden
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps, choose_block_linear, choose_decode_ops, choose_ops
+from verl.rollout.native.sets import NO_SET, LiveSets
 from verl.rollout.native.weights import Storage, weights_of
 from verl.types import Sampling
 from verl.weight_sync.wire_format import wire_tensors
@@ -211,7 +212,7 @@ def recorded_step(name: str, rows: int, max_context_tokens: int, patch: pytest.M
     step._model.rotary.reserve(max_context_tokens)
     step._inputs[3] = 40
     with torch.inference_mode(), Launches(patch) as launches:
-        step._sample(rows, step.cache.table.shape[1])
+        step._sample(paged.StepShape(rows, step.cache.table.shape[1], 0, False))
     return launches.names
 
 
@@ -326,12 +327,13 @@ def launched_on_meta(
     cache = paged.PageCache(model.shape, dtype, meta, 3, 256, 3 * 256)
     s = model.shape
     cache.fill(0, 3, torch.empty(s.layers, 2, s.kv_heads, 20, s.head_dim, dtype=dtype, device=meta))
-    step = paged.PagedDecode(model, cache, dtype, 3, 256, ops)
+    sets = LiveSets(model.shape, plain.products, dtype, dtype, meta, stacks=True)
+    step = paged.PagedDecode(model, cache, dtype, 3, 256, ops, sets)
     patch.setattr(paged.Transfers, "receive", lambda host, both: sent.append(both))
     drawn = draws_of(np.full(3, 0.5), 1.0, [0, 0, 5 if ops else 0])
-    tokens = np.zeros(3, np.int64)
-    step.launch(DecodeRows(tokens, np.full(3, 20), None, drawn))
-    step.launch(DecodeRows(tokens, np.array([21, -1, 21]), np.array([0, 1, -1]), drawn))
+    tokens, none = np.zeros(3, np.int64), np.full(3, NO_SET)
+    step.launch(DecodeRows(tokens, np.full(3, 20), None, drawn), none)
+    step.launch(DecodeRows(tokens, np.array([21, -1, 21]), np.array([0, 1, -1]), drawn), none)
     return sent
 
 

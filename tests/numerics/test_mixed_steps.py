@@ -123,7 +123,7 @@ def watch(engine: EngineCore) -> list[int]:
     """The prompt tokens, with padding, of each step from now on."""
     sizes, decode = list[int](), engine.runner._paged  # type: ignore[attr-defined]
     plain = decode._sample
-    decode._sample = lambda size, width, beside, cuts: (sizes.append(beside), plain(size, width, beside, cuts))[1]
+    decode._sample = lambda step, cuts: (sizes.append(step.beside), plain(step, cuts))[1]
     return sizes
 
 

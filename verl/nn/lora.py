@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,14 @@ class LowRank:
 def low_ranks(parameters: ParameterSet, tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, LowRank]:
     """Return the factors of a LoRA set by module. Raise ValueError if tensors are missing or left over, or do not fit
     the modules of the model."""
+    return fitted(parameters, tensors, lambda module: layer_size(model, module, parameters.id))
+
+
+def fitted(
+    parameters: ParameterSet, tensors: Mapping[str, Tensor], size_of: Callable[[str], tuple[int, int]]
+) -> dict[str, LowRank]:
+    """Return the factors of a LoRA set by module, for linear layers with the (inputs, outputs) that `size_of` returns.
+    Raise ValueError as `low_ranks`."""
     found, used = dict[str, LowRank](), set[str]()
     for module in parameters.targets:
         names = parameters.factors(module)
@@ -34,7 +42,7 @@ def low_ranks(parameters: ParameterSet, tensors: Mapping[str, Tensor], model: nn
             raise Refused(f"LoRA set {parameters.id!r}: it has no {missing[0]}; publish all of its factors")
         a, b = (tensors[name] for name in names)
         used.update(names)
-        into, out = layer_size(model, module, parameters.id)
+        into, out = size_of(module)
         if (tuple(a.shape), tuple(b.shape)) != ((parameters.rank, into), (out, parameters.rank)):
             raise Refused(
                 f"LoRA set {parameters.id!r}: {module} has factors A {list(a.shape)} and B {list(b.shape)} of rank "

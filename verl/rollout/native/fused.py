@@ -15,6 +15,7 @@ from torch import Tensor, view_as_real
 from verl.rollout.native.layers import Experts, FeedForward, Norm
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps
+from verl.rollout.native.sets import SetRows, adapted
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ def decode_hidden(
     tokens: Tensor,
     positions: Tensor,
     prompts: PromptRows | None = None,
+    sets: SetRows | None = None,
 ) -> Tensor:
     """Return the final hidden states [n, hidden] of tokens at positions, both [n], and write their keys and values into
     `pool` [layers, 2, pages, PAGE, K, D]. Row i has the pages table[i]; a position below 0 is an empty row. The last
-    rows may be tokens of `prompts`: these see each other."""
+    rows may be tokens of `prompts`: these see each other. sets: the LoRA sets of all rows, if any has one."""
     s, weights = model.shape, model.live
     single = len(tokens) - (0 if prompts is None else prompts.tokens)
     turns = view_as_real(model.rotary.table)  # [kinds, positions, D/2, 2]
@@ -58,7 +60,7 @@ def decode_hidden(
         out: Tensor = ops.add_norm(x, delta, None if after is None else after.weight, norm.weight, s.eps)
         return out
 
-    for i, layer in enumerate(weights.layers):
+    for i, layer in enumerate(adapted(layer, i, sets) for i, layer in enumerate(weights.layers)):
         qkv, keys, values = layer.qkv(normed(layer.norm)), pool[i, 0], pool[i, 1]
         q = ops.rotate_and_store(qkv, layer.qk_norm, turns[layer.rope], positions, table, keys, values, s.eps)
         read = {"scale": s.query_scale, "window": layer.window, "cap": s.attention_cap}

@@ -182,6 +182,11 @@ class PrefixStore:
                 self._heads[head] = entry
                 self._lengths[head[2]] += 1
 
+    def forget(self, name: str) -> None:
+        """Drop the prompts of a parameter set."""
+        for key in [key for key in self._entries if key[0] == name]:
+            self._drop(self._entries.pop(key))
+
     def _drop(self, entry: Prefix) -> None:
         self.tokens -= len(entry.ids)
         self.nbytes -= entry.nbytes

@@ -20,6 +20,7 @@ from verl.accel.operations import Call
 from verl.rollout.native.architecture import Shape, rotary_frequencies, shape_of
 from verl.rollout.native.kv import SlotCache
 from verl.rollout.native.layers import add_normed
+from verl.rollout.native.sets import SetRows, adapted
 from verl.rollout.native.weights import Layer, Weights
 
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
@@ -81,11 +82,12 @@ class Model:
         """The number of weights of an average matrix product."""
         return self.live.params / (4 * self.shape.layers + 1)
 
-    def forward(self, ids: Tensor, attention: Attention) -> Tensor:
-        """Return the final hidden states [T, hidden] of ids [T]. Prefill and decode differ only in `attention`."""
+    def forward(self, ids: Tensor, attention: Attention, sets: SetRows | None) -> Tensor:
+        """Return the final hidden states [T, hidden] of ids [T]. Prefill and decode differ only in `attention`. sets:
+        the LoRA sets of these tokens, if any has one."""
         weights = self.live
         x = weights.embedded(ids)
-        for i, layer in enumerate(weights.layers):
+        for i, layer in enumerate(adapted(layer, i, sets) for i, layer in enumerate(weights.layers)):
             x = add_normed(x, layer.out, attention(i, layer, layer.qkv(layer.norm(x))), layer.out_norm)
             x = add_normed(x, layer.mlp, layer.mlp_norm(x), layer.mlp_out_norm)
         return weights.norm(x)
@@ -102,7 +104,13 @@ class Model:
         return qk[:, : s.heads], qk[:, s.heads :], v
 
     def decode(
-        self, cache: SlotCache, tokens: Tensor, positions: Tensor, lo: int, blocks: Sequence[tuple[int, int, int]]
+        self,
+        cache: SlotCache,
+        tokens: Tensor,
+        positions: Tensor,
+        lo: int,
+        blocks: Sequence[tuple[int, int, int]],
+        sets: SetRows | None = None,
     ) -> Tensor:
         """Return the final hidden states [n, hidden] of tokens at positions, both [n], in slots lo..lo+n-1, and write
         their KV. `blocks` are (first row, end row, KV width that is read, more than its positions); they cover the rows
@@ -124,15 +132,21 @@ class Model:
                 mixed.append(_attend_rows(q[rows], keys, values, bias, s.query_scale, s.attention_cap))
             return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).view(n, -1)
 
-        return self.forward(tokens, attention)
+        return self.forward(tokens, attention, sets)
 
     def decode_exact(
-        self, slot_attention: Call, cache: SlotCache, tokens: Tensor, positions: Tensor, lo: int
+        self,
+        slot_attention: Call,
+        cache: SlotCache,
+        tokens: Tensor,
+        positions: Tensor,
+        lo: int,
+        sets: SetRows | None = None,
     ) -> Tensor:
         """Do the same as `decode` by the operation `slot_attention`, with which each row reads only its own KV. All
         layers are computed by one call if a kernel supports that."""
         weights, s, turns = self.live, self.shape, self.rotary.table
-        if weights.joined is not None:
+        if weights.joined is not None and sets is None:
             return weights.norm(weights.joined(weights.embedded(tokens), positions, None, turns, cache.kv, lo))
         attend = partial(slot_attention, heads=s.heads, eps=s.eps, scale=s.query_scale, cap=s.attention_cap)
 
@@ -142,10 +156,10 @@ class Model:
             mixed: Tensor = attend(*given, window=layer.window)
             return mixed
 
-        return self.forward(tokens, attention)
+        return self.forward(tokens, attention, sets)
 
     @torch.inference_mode()
-    def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+    def prefill(self, chunks: Sequence[Chunk], sets: SetRows | None = None) -> tuple[Tensor, Tensor]:
         """Return KV [layers, 2, K, T, D] and final hidden states [T, hidden] of the packed tokens, in the order of the
         chunks."""
         s = self.shape
@@ -161,7 +175,7 @@ class Model:
             kv[i, 1].copy_(v.transpose(0, 1))
             return plan.attend(i, layer.window, q, k, v).flatten(1)
 
-        return kv, self.forward(torch.cat([c.ids for c in chunks]), attention)
+        return kv, self.forward(torch.cat([c.ids for c in chunks]), attention, sets)
 
     @torch.inference_mode()
     def prefill_joined(self, joined: Layers, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ shapes are fixed: rows are padded to a bucket. Padding rows write to page 0, whi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,14 @@ from verl.rollout.native.kv import round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps
 from verl.rollout.native.prefill import Job, Part
+from verl.rollout.native.sets import NO_SET, LiveSets, SetRows
 from verl.rollout.native.weights import Layer
 
 WITH_CACHE = "flash_attn_with_kvcache"
 PAGE = 256  # tokens per page: flash attention requires multiples of it
 # the inputs of a padding row: its position is -1
 ONE = np.float64(1).view(np.int64)
-PADDING = np.array([[0], [0], [-1], [0], [0], [0], [ONE], [ONE], [0]])
+PADDING = np.array([[0], [0], [-1], [0], [0], [0], [ONE], [ONE], [0], [NO_SET]])
 MIXED_PROMPTS = 16  # prompts that one step computes tokens of
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
@@ -227,14 +229,14 @@ class PromptsBeside:
     """The prompts with tokens that steps compute beside their rows, at most the last of `sizes` per step, padded to one
     of these. Each has a slot of the cache from its first such step to its last token; `Job.kv` has its KV as well."""
 
-    def __init__(self, cache: PageCache, sizes: Sequence[int]) -> None:
+    def __init__(self, cache: PageCache, sizes: Sequence[int], sets: LiveSets) -> None:
         self.parts: Sequence[Part] = ()
         """The parts that the next step computes."""
         self.most = sizes[-1] if sizes else 0
-        self._cache, self._sizes = cache, sizes
+        self._cache, self._sizes, self._sets = cache, sizes, sets
         self._slots: dict[Job, int] = {}
-        # tokens, positions, slots; the first token of each prompt, and the tokens of each up to its last one
-        shape = 5, max(self.most, MIXED_PROMPTS + 1)
+        # tokens, positions, slots; the first token of each prompt, and the tokens of each up to its last one; sets
+        shape = 6, max(self.most, MIXED_PROMPTS + 1)
         self.inputs = torch.zeros(shape, dtype=torch.int64, device=cache.table.device)
 
     def plan(self, parts: Sequence[Part]) -> None:
@@ -259,17 +261,22 @@ class PromptsBeside:
         if not self.parts:
             return 0
         columns, counts, start = host.prompts.numpy(), np.zeros(MIXED_PROMPTS, np.int64), 0
-        columns[:] = [[0], [-1], [0], [0], [0]]
+        columns[:] = [[0], [-1], [0], [0], [0], [NO_SET]]
         # in the order of their slots: prompt i has slot first + i
         for job, tokens in sorted(self.parts, key=lambda part: self._slots[part[0]]):
             slot, end = self._slots[job], job.done + tokens
             columns[:2, start : start + tokens] = job.ids[job.done : end], np.arange(job.done, end)
-            columns[2, start : start + tokens] = slot
+            columns[2, start : start + tokens], columns[5, start : start + tokens] = slot, self._sets.number(job.key[0])
             counts[slot - first], columns[4, slot - first] = tokens, end
             start += tokens
         columns[3, 1 : MIXED_PROMPTS + 1] = counts.cumsum()
         self.inputs.copy_(host.prompts, non_blocking=True)
         return next(size for size in self._sizes if size >= start)
+
+    @property
+    def adapted(self) -> bool:
+        """True if a prompt of the next step has a LoRA set."""
+        return any(self._sets.number(job.key[0]) != NO_SET for job, _ in self.parts)
 
     def rows(self, tokens: int) -> PromptRows:
         """Return the inputs about prompts of a step with this number of prompt tokens."""
@@ -288,6 +295,19 @@ class PromptsBeside:
         self.parts = ()
 
 
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The shape of a decode step, by which its graph is found."""
+
+    rows: int
+    width: int
+    """The pages per row that are read by a step that is not fused."""
+    beside: int
+    """Prompt tokens that are computed beside the rows."""
+    adapted: bool
+    """True if a row or a prompt has a LoRA set."""
+
+
 class PagedDecode:
     """The decode step (`launch`) of up to `max_rows` rows: a CUDA graph per bucket of rows, direct calls on other
     devices. `ops` are the kernels of a fused step; without them torch computes it, over as many pages as the longest
@@ -302,9 +322,10 @@ class PagedDecode:
         max_rows: int,
         max_context_tokens: int,
         ops: DecodeOps | None,
+        sets: LiveSets,
         mixed_tokens: Sequence[int] = (),
     ) -> None:
-        self._model, self.cache, self._ops, device = model, cache, ops, model.device
+        self._model, self.cache, self._ops, self._sets, device = model, cache, ops, sets, model.device
         cuda = device.type == "cuda"
         self._kernel = paged_kernel(device, dtype)
         # without the operations of a fused step, experts read on the host how many rows each of them got
@@ -312,12 +333,12 @@ class PagedDecode:
         self._max_context_tokens = max_context_tokens
         self._sizes = [b for b in BUCKETS if b < max_rows] + [max_rows]
         # one transfer per step, below the ids that the last step drew: tokens, the places of the tokens in the first
-        # two rows, positions, stream and position of the draw, top-k; and as bits of float64 temperature, top-p, min-p
+        # two rows, positions, stream and position of the draw, top-k; as bits of float64 temperature, top-p, min-p; and
+        # the numbers of LoRA sets
         self._inputs = torch.zeros(1 + len(PADDING), max_rows, dtype=torch.int64, device=device)
-        self.prompts = PromptsBeside(cache, mixed_tokens if ops is not None else ())
+        self.prompts = PromptsBeside(cache, mixed_tokens if ops is not None else (), sets)
         self._transfers = [Transfers(len(PADDING), cache, self.prompts.inputs) for _ in range(2)]
-        # by (rows, pages that are read, prompt tokens)
-        self._graphs: dict[tuple[int, int, int], tuple[torch.cuda.CUDAGraph, Outputs]] = {}
+        self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
         self._memory: Any = None  # shared by the graphs
         # one stream for all captures: a library's workspace belongs to a stream
         self._stream = torch.cuda.Stream(device) if cuda else None
@@ -328,12 +349,14 @@ class PagedDecode:
         self._memory = None  # freed with the last graph
 
     @torch.inference_mode()
-    def launch(self, rows: DecodeRows) -> Callable[[], Sampled]:
-        """Decode one token in each of slots 0..n-1, and sample the next ones. Return a function that waits for them."""
+    def launch(self, rows: DecodeRows, sets: np.ndarray) -> Callable[[], Sampled]:
+        """Decode one token in each of slots 0..n-1, and sample the next ones; `sets` [n] are the numbers of their LoRA
+        sets. Return a function that waits for them."""
         n, sampling = len(rows.tokens), rows.sampling
         self._transfers.reverse()
         host = self._transfers[0]
         host.wait()
+        adapted = self.prompts.adapted or bool((sets != NO_SET).any())
         beside = self.prompts.stage(host, rows.positions)
         self._model.rotary.reserve(self._max_context_tokens)
         size = next(b for b in self._sizes if b >= n)
@@ -341,7 +364,8 @@ class PagedDecode:
         places = given if rows.drawn_by is None else np.where(rows.drawn_by < 0, given, rows.drawn_by)
         draws = sampling.stream.view(np.int64), sampling.position, sampling.top_k
         columns[:6, :n] = rows.tokens, places, rows.positions, *draws
-        columns[6:, :n].view(np.float64)[:] = sampling.temperature, sampling.top_p, sampling.min_p
+        columns[6:9, :n].view(np.float64)[:] = sampling.temperature, sampling.top_p, sampling.min_p
+        columns[9, :n] = sets
         columns[:, n:size] = PADDING
         self._inputs[1:].copy_(host.inputs, non_blocking=True)
         width = self.cache.table.shape[1]
@@ -349,8 +373,8 @@ class PagedDecode:
             width = min(width, 1 << (max(0, int(rows.positions.max())) // PAGE).bit_length())
         # without the operations of a fused step, top-k and others are a sort, which no other step should contain
         cuts = self._ops is None and bool(sampling.truncated.any())
-        step = (size, width, beside)
-        both, ends = self._replay(*step) if self._captures and not cuts else self._sample(*step, cuts)
+        step = StepShape(size, width, beside, adapted)
+        both, ends = self._replay(step) if self._captures and not cuts else self._sample(step, cuts)
         both = both[:, :n]
         self._inputs[0, :n].copy_(both[0])
         host.receive(both)
@@ -363,38 +387,37 @@ class PagedDecode:
 
         return read
 
-    def _replay(self, size: int, width: int, beside: int) -> Outputs:
-        """Run `_sample` as a graph, which is captured at the first call with these sizes."""
-        key = size, width, beside
-        if key not in self._graphs:
+    def _replay(self, step: StepShape) -> Outputs:
+        """Run `_sample` as a graph, which is captured at the first step of this shape."""
+        if step not in self._graphs:
             assert self._stream is not None
             self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
             with torch.cuda.stream(self._stream):  # libraries allocate and choose their kernels before the capture
                 for _ in range(2):
-                    self._sample(*key)
+                    self._sample(step)
             torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # the trainer's thread may allocate on the same device meanwhile
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-                outputs = self._sample(*key)
+                outputs = self._sample(step)
             self._memory = graph.pool()
-            self._graphs[key] = graph, outputs
-        graph, outputs = self._graphs[key]
+            self._graphs[step] = graph, outputs
+        graph, outputs = self._graphs[step]
         graph.replay()
         return outputs
 
-    def _sample(self, size: int, width: int, beside: int = 0, cuts: bool = False) -> Outputs:
-        """Return ids and log-probs as float64 [2, size] for the first `size` rows of the inputs, and the final states
-        of the last tokens of the prompts beside them. Nothing here may synchronise with the host or change the inputs.
-        With `cuts` a step that is not fused applies top-k, top-p and min-p."""
-        hidden = self._hidden(size, width, beside)
-        ends = hidden[size:].index_select(0, self.prompts.rows(beside).ends) if beside else None
+    def _sample(self, step: StepShape, cuts: bool = False) -> Outputs:
+        """Return ids and log-probs as float64 [2, rows] for the first rows of the inputs, and the final states of the
+        last tokens of the prompts beside them. Nothing here may synchronise with the host or change the inputs. With
+        `cuts` a step that is not fused applies top-k, top-p and min-p."""
+        hidden, size = self._hidden(step), step.rows
+        ends = hidden[size:].index_select(0, self.prompts.rows(step.beside).ends) if step.beside else None
         return self._draw(self._model.live.logits(hidden[:size]), cuts), ends
 
     def _draw(self, logits: Tensor, cuts: bool) -> Tensor:
         size = len(logits)
         stream, position, top_k = self._inputs[4:7, :size]
-        temperature, top_p, min_p = self._inputs[7:, :size].view(torch.float64)
+        temperature, top_p, min_p = self._inputs[7:10, :size].view(torch.float64)
         if self._ops is not None:
             logits = self._ops.truncate(logits, temperature, top_k, top_p, min_p)
             return self._ops.sample(logits, temperature, self._ops.uniforms(stream, position))
@@ -402,21 +425,20 @@ class PagedDecode:
             logits = plain_truncate(logits.float(), temperature, top_k, top_p, min_p)
         return plain_sample(logits.float(), temperature.float(), plain_uniforms(stream, position))
 
-    def _hidden(self, n: int, width: int, beside: int) -> Tensor:
-        """Return the final hidden states [n + beside, hidden] of rows and prompt tokens. A step that is not fused reads
-        `width` pages per row."""
-        model, pool = self._model, self.cache.pool
+    def _hidden(self, step: StepShape) -> Tensor:
+        """Return the final hidden states [rows + beside, hidden] of rows and prompt tokens."""
+        model, pool, n, beside = self._model, self.cache.pool, step.rows, step.beside
         assert pool is not None
         places, positions = self._inputs[2:4, :n]
         tokens = self._inputs.view(-1).index_select(0, places)
         if self._ops is not None:
             table, prompts = self.cache.table[:n], None
             if beside:
-                prompts, given = self.prompts.rows(beside), self.prompts.inputs[:3, :beside]
+                prompts, given = self.prompts.rows(beside), self.prompts.inputs[:, :beside]
                 tokens, positions = torch.cat([tokens, given[0]]), torch.cat([positions, given[1]])
                 table = torch.cat([table, self.cache.table.index_select(0, given[2])])
-            return decode_hidden(self._ops, model, pool, table, tokens, positions, prompts)
-        pages = torch.where(positions[:, None] >= 0, self.cache.table[:n, :width], 0)  # [n, W]
+            return decode_hidden(self._ops, model, pool, table, tokens, positions, prompts, self._rows_of(step))
+        pages = torch.where(positions[:, None] >= 0, self.cache.table[:n, : step.width], 0)  # [n, W]
         positions = positions.clamp(min=0)
         place = pages.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE
         rotary, seen = model.rotary.at(positions), (positions + 1).int()
@@ -428,4 +450,11 @@ class PagedDecode:
             scale, window = model.shape.query_scale, layer.window
             return self._kernel(q, pool[i, 0], pool[i, 1], (pages, seen), scale, window).flatten(1)
 
-        return model.forward(tokens, attention)
+        return model.forward(tokens, attention, self._rows_of(step))
+
+    def _rows_of(self, step: StepShape) -> SetRows | None:
+        """Return the LoRA sets of the rows and prompt tokens of a step, if any has one."""
+        if not step.adapted:
+            return None
+        numbers = self._inputs[10, : step.rows]
+        return self._sets.masked(torch.cat([numbers, self.prompts.inputs[5, : step.beside]]))

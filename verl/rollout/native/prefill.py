@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from verl.accel.cpu.lanes import Lanes, wide_pays
+from verl.parameter_set import POLICY_SET
 from verl.rollout.embedded.requests import ActiveRequest, PromptKey
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.model import Chunk, Model
 from verl.rollout.native.options import Options
+from verl.rollout.native.sets import LiveSets
 
 SHORT_PROMPT = 256  # tokens up to which reading the KV row by row costs less than blocks of it, with padding and copies
 MIN_WIDTH = 32  # tokens; all shorter prompts are one batch, however much of it is padding
@@ -57,8 +59,10 @@ class Prefiller:
     """Computes the prompts of waiting requests, at most `max_prefill_tokens` per pass, and stores them for later
     requests."""
 
-    def __init__(self, model: Model, lanes: Lanes, dtype: torch.dtype, options: Options, deterministic: bool) -> None:
-        self._model, self._lanes, self._dtype = model, lanes, dtype
+    def __init__(
+        self, model: Model, sets: LiveSets, lanes: Lanes, dtype: torch.dtype, options: Options, deterministic: bool
+    ) -> None:
+        self._model, self._sets, self._lanes, self._dtype = model, sets, lanes, dtype
         self._max_prefill_tokens, self._deterministic = options.max_prefill_tokens, deterministic
         self.store = PrefixStore(options.prefix_cache_tokens)
         self._jobs: dict[PromptKey, Job] = {}
@@ -67,6 +71,11 @@ class Prefiller:
     def clear(self) -> None:
         self.store.clear()
         self._jobs.clear()
+
+    def forget(self, name: str) -> None:
+        """Drop the prompts of a parameter set, computed or in progress."""
+        self.store.forget(name)
+        self._jobs = {key: job for key, job in self._jobs.items() if key[0] != name}
 
     def want(self, requests: Sequence[ActiveRequest], keys: Sequence[PromptKey]) -> None:
         """Make the prompts of these requests the ones that are computed. Prompts that no request waits for are
@@ -90,11 +99,13 @@ class Prefiller:
         entry = self.store.get(key)
         return None if entry is None else (entry, len(entry.ids))
 
-    def hidden_states(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the final hidden states of the sequence ids [t], `max_prefill_tokens` tokens at a time."""
+    def hidden_states(self, ids: Tensor, name: str = POLICY_SET.id) -> Iterator[Tensor]:
+        """Yield the final hidden states of the sequence ids [t] under a parameter set, `max_prefill_tokens` tokens at a
+        time."""
         kv = self._empty(0)
         for chunk in ids.split(self._max_prefill_tokens):
-            new, hidden = self._lanes.wide(partial(self._model.prefill, [Chunk(chunk, kv)]))
+            sets = self._sets.grouped(np.full(len(chunk), self._sets.number(name)))
+            new, hidden = self._lanes.wide(partial(self._model.prefill, [Chunk(chunk, kv)], sets))
             kv = torch.cat([kv, new], dim=3)
             yield hidden
 
@@ -174,8 +185,12 @@ class Prefiller:
             items = list(same)
             ids = [torch.from_numpy(job.ids[job.done : job.done + n]).to(model.device) for job, n in items]
             chunks = [Chunk(new, job.kv[:, :, :, : job.done]) for new, (job, _) in zip(ids, items)]
-            one_call = joined if short else None
-            kv, hidden = model.prefill(chunks) if one_call is None else model.prefill_joined(one_call, chunks)
+            numbers = [np.full(n, self._sets.number(job.key[0])) for job, n in items]
+            sets = self._sets.grouped(np.concatenate(numbers))
+            if joined is None or not short or sets is not None:
+                kv, hidden = model.prefill(chunks, sets)
+            else:
+                kv, hidden = model.prefill_joined(joined, chunks)
             start = 0
             for job, tokens in items:
                 start += tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby, islice
 
@@ -18,7 +18,7 @@ from verl.accel.table import choose
 from verl.errors import Refused
 from verl.nn.fp8 import dequantised
 from verl.nn.precision import native_bf16
-from verl.parameter_set import POLICY_SET
+from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import RolloutContext, Scores, WeightReader
 from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled
 from verl.rollout.embedded.receive import receive
@@ -30,6 +30,7 @@ from verl.rollout.native.ops import DecodeOps, choose_block_linear, choose_decod
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PAGE, PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
+from verl.rollout.native.sets import NO_SET, LiveSets
 from verl.rollout.native.weights import Storage, Weights, weights_of
 from verl.wire import WireFormat
 
@@ -89,11 +90,16 @@ class NativeRunner:
         self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
         self._separately = self._deterministic and device.type == "cuda"
         self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)
-        self._prompts = Prefiller(self.model, self._lanes, self.compute_dtype, options, self._deterministic)
         if fused is None:  # over the pages of the longest row, and not every paged kernel supports capped scores
             in_pages = in_pages and not self._deterministic and not self.model.shape.attention_cap
         elif self._deterministic:
             fused, in_pages = fused.with_exact_rows(), not self._fixed_rows
+        self.lora_rank = self.model.shape.hidden
+        kept = self._dtype, self.compute_dtype, device
+        self._sets = LiveSets(self.model.shape, self.ops.products, *kept, stacks=in_pages)
+        self._row_sets = np.full(self.max_rows, NO_SET)  # of each resident row
+        made = self.model, self._sets, self._lanes, self.compute_dtype
+        self._prompts = Prefiller(*made, options, self._deterministic)
         mixed = self._facts.mixed_tokens if mixed_tokens is None else mixed_tokens
         # the bits of a prompt would depend on the free places of the steps
         self._make_cache(options.max_kv_tokens, in_pages, fused, () if self._deterministic else mixed)
@@ -133,7 +139,8 @@ class NativeRunner:
         self._paged: PagedDecode | None = None
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
-            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest, ops, mixed_tokens)
+            sizes = self.compute_dtype, rows, longest
+            self._paged = PagedDecode(self.model, pages, *sizes, ops, self._sets, mixed_tokens)
 
     @property
     def weight_format(self) -> WireFormat:
@@ -182,11 +189,24 @@ class NativeRunner:
             self.model.weights = fresh
         self._forget_prompts()
 
-    def _forget_prompts(self) -> None:
-        """Drop the KV of all prompts, computed or in progress."""
-        self._prompts.clear()
+    def _forget_prompts(self, name: str | None = None) -> None:
+        """Drop the KV of the prompts of a parameter set (None: of all), computed or in progress."""
+        if name is None:
+            self._prompts.clear()
+        else:
+            self._prompts.forget(name)
         if self._paged is not None:
             self._paged.prompts.plan(())
+
+    def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
+        moved = self._sets.add(parameters, tensors)
+        self._forget_prompts(parameters.id)
+        if self._paged is not None and moved:
+            self._paged.forget()
+
+    def drop_set(self, name: str) -> None:
+        self._sets.drop(name)
+        self._forget_prompts(name)
 
     def stats(self) -> dict[str, int]:
         store, paged = self._prompts.store, self._paged.cache.nbytes if self._paged else 0
@@ -223,6 +243,7 @@ class NativeRunner:
                 break  # requests are admitted in their order
             need = self._need(request)
             self._needs[resident + len(ready)] = need
+            self._row_sets[resident + len(ready)] = self._sets.number(request.given.parameters)
             self._ahead = max(self._ahead, need)
             ready.append(found[0])
             cached.append(found[1])
@@ -288,7 +309,7 @@ class NativeRunner:
         n = len(rows.tokens)
         self._decoded += n
         if self._paged is not None:
-            computed, read = self._paged.prompts.parts, self._paged.launch(rows)
+            computed, read = self._paged.prompts.parts, self._paged.launch(rows, self._row_sets[:n])
             self._prompts.record(computed)
             return read
         tokens, positions = rows.tokens, rows.positions
@@ -327,11 +348,12 @@ class NativeRunner:
         if self._fixed_rows:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
         ids, at = self._on_device(tokens), self._on_device(positions)
+        sets = self._sets.grouped(self._row_sets[lo : lo + n], whole=self._fixed_rows)
         if self.ops.slot_attention is not None:
-            hidden = self.model.decode_exact(self.ops.slot_attention, self._cache, ids, at, lo)
+            hidden = self.model.decode_exact(self.ops.slot_attention, self._cache, ids, at, lo, sets)
         else:
             blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._fixed_rows else read_blocks(positions)
-            hidden = self.model.decode(self._cache, ids, at, lo, blocks)
+            hidden = self.model.decode(self._cache, ids, at, lo, blocks, sets)
         # never all logits of a large vocabulary at once
         block = max(MIN_LANE_ROWS, self._facts.sampled_logits // self.vocab_size)
         drawn = []
@@ -344,7 +366,7 @@ class NativeRunner:
         return split_draws(draw_rows(logits, sampling, self.ops.sample, separately=self._separately))
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
-        self._needs[holes] = self._needs[sources]
+        self._needs[holes], self._row_sets[holes] = self._needs[sources], self._row_sets[sources]
         if self._paged is not None:
             return self._paged.cache.move(sources, holes, kept)
         with torch.inference_mode():
@@ -358,9 +380,8 @@ class NativeRunner:
 
     @torch.inference_mode()
     def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
-        assert parameters == POLICY_SET.id, "LoRA sets are refused before"
         given, parts, at = self._on_device(ids), [], 0
-        for hidden in self._prompts.hidden_states(given[:-1]):
+        for hidden in self._prompts.hidden_states(given[:-1], parameters):
             for block in hidden.split(self._facts.scored_tokens):
                 at += len(block)
                 logits = self.model.live.logits(block)  # [t, V]

@@ -3,7 +3,7 @@ per version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -75,6 +75,35 @@ class Weights:
         return logits if not self.logit_cap else logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
 
 
+@dataclass(frozen=True, slots=True)
+class Projections:
+    """Linear layers of a model with one input, which are one product here."""
+
+    key: str
+    """The name of the product."""
+    parts: tuple[tuple[str, int], ...]
+    """The HF name and the number of rows of each, one below the other."""
+    width: int
+    bias: bool = False
+    rotated: int = 0
+    """The rows of the first ones are RoPE pairs, which are interleaved."""
+
+
+def projections(s: Shape, layer: int) -> Iterator[Projections]:
+    """Yield the products of a decoder layer, in the order of its computation, without those of experts."""
+    key, at = f"{layer}.", f"model.layers.{layer}."
+    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
+    heads = (at + "self_attn.q_proj", q), (at + "self_attn.k_proj", kv), (at + "self_attn.v_proj", kv)
+    yield Projections(key + "qkv", heads, s.hidden, s.qkv_bias, rotated=2)
+    yield Projections(key + "out", ((at + "self_attn.o_proj", s.hidden),), q, s.out_bias)
+    if s.experts[layer]:
+        yield Projections(key + "router", ((at + "mlp.gate", s.experts[layer]),), s.hidden)
+        return
+    both = (at + "mlp.gate_proj", s.ffn), (at + "mlp.up_proj", s.ffn)
+    yield Projections(key + "up", both, s.hidden, s.mlp_bias)
+    yield Projections(key + "down", ((at + "mlp.down_proj", s.hidden),), s.ffn, s.mlp_bias)
+
+
 @dataclass(slots=True)
 class Storage:
     """The memory of one version while it is received, and by HF name the destinations that fill it. A layout that can
@@ -98,7 +127,7 @@ class Storage:
         if s.tied:  # one tensor under two names, of which one is enough
             self.destinations["lm_head.weight"] = self.destinations["model.embed_tokens.weight"]
         else:
-            self._fuse("head", [("lm_head", s.vocab)], s.hidden, bias=False)
+            self._fuse(Projections("head", (("lm_head", s.vocab),), s.hidden))
         for i in range(s.layers):
             self._layer(i, f"{i}.", f"model.layers.{i}.")
 
@@ -115,8 +144,7 @@ class Storage:
 
     def _layer(self, layer: int, key: str, at: str) -> None:
         """Allocate the tensors of a layer under names that begin with `key`, for HF names that begin with `at`."""
-        s, dim = self.shape, self.shape.head_dim
-        q, kv, hid = s.heads * dim, s.kv_heads * dim, s.hidden
+        s, dim, hid = self.shape, self.shape.head_dim, self.shape.hidden
         self._norm(key + "norm", at + "input_layernorm")
         if s.arch.gemma:
             self._norm(key + "out_norm", at + "post_attention_layernorm")
@@ -124,16 +152,11 @@ class Storage:
             self._norm(key + "mlp_out_norm", at + "post_feedforward_layernorm")
         else:
             self._norm(key + "mlp_norm", at + "post_attention_layernorm")
-        attention = [(at + "self_attn.q_proj", q), (at + "self_attn.k_proj", kv), (at + "self_attn.v_proj", kv)]
-        self._fuse(key + "qkv", attention, hid, s.qkv_bias, rotated=2)
-        self._fuse(key + "out", [(at + "self_attn.o_proj", hid)], q, s.out_bias)
+        for one in projections(s, layer):
+            self._fuse(one)
         if s.experts[layer]:
-            self._fuse(key + "router", [(at + "mlp.gate", s.experts[layer])], hid, bias=False)
             self._each(key + "up", (s.experts[layer], 2 * s.expert_ffn, hid), at + "mlp.experts.gate_up_proj")
             self._each(key + "down", (s.experts[layer], hid, s.expert_ffn), at + "mlp.experts.down_proj")
-        else:
-            self._fuse(key + "up", [(at + "mlp.gate_proj", s.ffn), (at + "mlp.up_proj", s.ffn)], hid, s.mlp_bias)
-            self._fuse(key + "down", [(at + "mlp.down_proj", hid)], s.ffn, s.mlp_bias)
         if s.arch.qk_norm:
             table = self._new(key + "qk_norm", (s.heads + s.kv_heads, dim), norm=True)
             for name, rows in (("q", table[: s.heads]), ("k", table[s.heads :])):
@@ -147,9 +170,9 @@ class Storage:
         into = self._new(f"{key}.weight", size, norm=True)
         self.destinations[f"{name}.weight"] = Destination(size, into, size, self.dtype, float(self.shape.arch.gemma))
 
-    def _fuse(self, key: str, parts: list[tuple[str, int]], width: int, bias: bool, rotated: int = 0) -> None:
-        """Allocate one matrix for several projections, with (HF name, number of rows) in `parts`, one below the other.
-        The rows of the first `rotated` of them are RoPE pairs, which are interleaved."""
+    def _fuse(self, one: Projections) -> None:
+        """Allocate one matrix for several projections, one below the other."""
+        key, parts, width, rotated = one.key, one.parts, one.width, one.rotated
         rows, half = sum(n for _, n in parts), self.shape.head_dim // 2
         if self.layout is not None:
             product, start = self.layout.empty(rows, width), 0
@@ -163,7 +186,7 @@ class Storage:
         in_8_bits = self.blocks and in_blocks(parts[0][0], (rows, width))
         if in_8_bits:
             self._scales_of(key, parts, width, rotated)
-        for kind, tail in [*kinds, ("bias", ())] if bias else kinds:
+        for kind, tail in [*kinds, ("bias", ())] if one.bias else kinds:
             dtype = VALUES if in_8_bits and kind == "weight" else self.dtype
             whole, start = self._new(f"{key}.{kind}", (rows, *tail), dtype=None if dtype == self.dtype else dtype), 0
             for i, (name, n) in enumerate(parts):
@@ -174,7 +197,7 @@ class Storage:
                 self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, dtype)
                 start += n
 
-    def _scales_of(self, key: str, parts: list[tuple[str, int]], width: int, rotated: int) -> None:
+    def _scales_of(self, key: str, parts: Sequence[tuple[str, int]], width: int, rotated: int) -> None:
         """Allocate the scales of projections that are fused, and note the row of the scales of each of their rows, in
         the order that `_fuse` gives them."""
         half, start, of_rows = self.shape.head_dim // 2, 0, list[Tensor]()
@@ -185,7 +208,7 @@ class Storage:
             into = whole[start : start + shape[0]]
             self.destinations[f"{name}.weight{SCALES}"] = Destination(shape, into, shape, torch.float32)
             of_row = start + _lines(n, self.device)
-            of_rows.append(of_row.view(-1, 2, half).transpose(1, 2).flatten() if i < rotated else of_row)
+            of_rows.append(interleaved(of_row, half) if i < rotated else of_row)
             start += shape[0]
         self.tensors[f"{key}.scale_rows"] = torch.cat(of_rows)
 
@@ -224,6 +247,12 @@ def _as_halves(pairs: Tensor) -> Tensor:
     D/2). As neighbours a pair is one complex number; query and key are permuted alike, so dot products are
     unchanged."""
     return pairs.transpose(1, 2)
+
+
+def interleaved(rows: Tensor, half: int) -> Tensor:
+    """Return rows [n, ...] of a projection, in the order of HF, in the order of the fused weights: the two halves of
+    each head as pairs. half: D/2."""
+    return rows.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)
 
 
 def _fill_each(weight: Tensor, products: list[FilledLinear]) -> None:

@@ -1,0 +1,310 @@
+"""LoRA sets of the native engine: B (A x) * scale is added to the products of the rows of a set, never to its weights.
+
+The factors are fused as the weights are (`Projections`): one A for all projections of a product, one B with a block for
+each. The arithmetic is that of `nn/lora.py`: both products and their multiple are rounded to the dtype of the layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.accel.linear import Linear, Plain, Products
+from verl.errors import Refused
+from verl.nn.lora import LowRank, fitted
+from verl.parameter_set import ParameterSet
+from verl.rollout.native.architecture import Shape
+from verl.rollout.native.layers import FeedForward
+from verl.rollout.native.weights import Layer, Projections, interleaved, projections
+
+NO_SET = -1
+"""The number of the set of a row that has none."""
+Added = Callable[[Tensor, Tensor], Tensor]
+"""A function of (result of a product [n, out], its input [n, in]) that adds factors to the result, and returns it."""
+
+
+class SetRows(Protocol):
+    """The sets of the rows of one call."""
+
+    def added(self, key: str) -> Added | None:
+        """Return the function that adds the factors of these rows to a product; None if none of their sets has any."""
+        ...
+
+
+class Adapted:
+    """A product to whose results the factors of LoRA sets are added."""
+
+    nbytes = 0
+
+    def __init__(self, base: Linear, added: Added) -> None:
+        self._base, self.bias, self._added = base, base.bias, added
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._added(self._base(x), x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual.add_(self(x))
+
+
+def adapted(layer: Layer, i: int, rows: SetRows | None) -> Layer:
+    """Return layer i as it computes rows of LoRA sets."""
+    if rows is None:
+        return layer
+
+    def made(key: str, base: Linear) -> Linear:
+        added = rows.added(f"{i}.{key}")
+        return base if added is None else Adapted(base, added)
+
+    mlp = layer.mlp
+    if isinstance(mlp, FeedForward):
+        mlp = FeedForward(made("up", mlp.up), made("down", mlp.down), mlp.activation, mlp.gated)
+    return replace(layer, qkv=made("qkv", layer.qkv), out=made("out", layer.out), mlp=mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """The factors of a set in one product."""
+
+    a: Tensor
+    """[parts x rank, in]: A of each of its projections, one below the other; 0 for one without factors."""
+    b: Tensor
+    """[out, parts x rank]: B of each projection in its own rows and columns, 0 elsewhere."""
+
+
+def fused_factors(one: Projections, factors: Mapping[str, LowRank], half: int) -> Fused | None:
+    """Return the factors by module as those of one product, or None if none of its projections has any. half: half the
+    size of a head; rows of heads are interleaved as in the weights."""
+    mine = [factors.get(name) for name, _ in one.parts]
+    some = next((low for low in mine if low is not None), None)
+    if some is None:
+        return None
+    rank = len(some.a)
+    a = some.a.new_zeros(len(mine) * rank, one.width)
+    b = some.b.new_zeros(sum(rows for _, rows in one.parts), len(mine) * rank)
+    start = 0
+    for i, (low, (_, rows)) in enumerate(zip(mine, one.parts, strict=True)):
+        if low is not None:
+            columns = slice(i * rank, (i + 1) * rank)
+            a[columns] = low.a
+            b[start : start + rows, columns] = interleaved(low.b, half) if i < one.rotated else low.b
+        start += rows
+    return Fused(a, b)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSet:
+    """A live set, by the names of the products that have factors."""
+
+    parameters: ParameterSet
+    fused: Mapping[str, Fused]
+    """Its factors, if they are stacked too."""
+    products: Mapping[str, tuple[Linear, Linear]]
+    """The products with A and B."""
+
+    def times(self, key: str, x: Tensor) -> Tensor:
+        """Return B (A x) * scale [n, out] for x [n, in]."""
+        a, b = self.products[key]
+        return b(a(x)).mul_(self.parameters.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """Rows by set: the factors of a set are multiplied with its own rows. `whole`: they are multiplied with all rows,
+    for products of which the bits depend on the number of rows."""
+
+    groups: Sequence[tuple[LoraSet, slice | Tensor]]
+    whole: bool
+
+    def added(self, key: str) -> Added | None:
+        found = [group for group in self.groups if key in group[0].products]
+        return partial(self._add, key, found) if found else None
+
+    def _add(self, key: str, groups: Sequence[tuple[LoraSet, slice | Tensor]], y: Tensor, x: Tensor) -> Tensor:
+        for one, rows in groups:
+            more = one.times(key, x)[rows] if self.whole else one.times(key, x[rows])
+            if isinstance(rows, slice):
+                y[rows].add_(more)
+            else:
+                y.index_add_(0, rows, more)
+        return y
+
+
+class StackedFactors:
+    """The factors of all sets in memory that a captured graph can read while sets change: every row is multiplied with
+    all of A, and keeps what belongs to its own set. There is room for `places` sets of up to `rank`."""
+
+    def __init__(
+        self,
+        places: int,
+        rank: int,
+        parts: Mapping[str, Projections],
+        like: Tensor,
+        make: Callable[[Tensor, None], Linear],
+    ) -> None:
+        """like: a tensor of their dtype and device · make: makes a product that reads its weight where it is"""
+        self.places, self.rank, self._parts = places, rank, parts
+        columns = {key: places * len(one.parts) * rank for key, one in parts.items()}
+        self.a = {key: like.new_zeros(columns[key], one.width) for key, one in parts.items()}
+        self.b = {key: like.new_zeros(sum(rows for _, rows in one.parts), columns[key]) for key, one in parts.items()}
+        self.scales = torch.zeros(places, device=like.device)
+        self._products = {key: (make(self.a[key], None), make(self.b[key], None)) for key in parts}
+
+    def fits(self, number: int, one: LoraSet) -> bool:
+        """Return True if there is room for this set."""
+        return number < self.places and one.parameters.rank <= self.rank and one.fused.keys() <= self.a.keys()
+
+    def write(self, number: int, one: LoraSet | None) -> None:
+        """Write the factors of a set in its place; None: zeros."""
+        self.scales[number] = 0.0 if one is None else one.parameters.scale
+        for key, a in self.a.items():
+            parts = len(self._parts[key].parts)
+            into_a = a.view(self.places, parts, self.rank, -1)[number]
+            into_b = self.b[key].view(-1, self.places, parts, self.rank)[:, number]
+            into_a.zero_()  # B of what is 0 there has no effect
+            if one is not None and (fused := one.fused.get(key)) is not None:
+                rank = one.parameters.rank
+                into_a[:, :rank] = fused.a.view(parts, rank, -1)
+                into_b[:, :, :rank] = fused.b.view(-1, parts, rank)
+
+    def times(self, key: str, x: Tensor, own: Tensor, scales: Tensor) -> Tensor:
+        """Return what the sets add to a product [n, out] for x [n, in]. own [n, places, 1]: the set of each row ·
+        scales [n, 1]"""
+        a, b = self._products[key]
+        low = torch.where(own, a(x).view(len(x), self.places, -1), 0)  # not a factor: 0 x NaN is NaN
+        return (b(low.flatten(1)) * scales).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedRows:
+    """Rows of a step of fixed shape, with the set of each."""
+
+    stacked: StackedFactors
+    own: Tensor
+    scales: Tensor
+
+    def added(self, key: str) -> Added | None:
+        return partial(self._add, key) if key in self.stacked.a else None
+
+    def _add(self, key: str, y: Tensor, x: Tensor) -> Tensor:
+        return y.add_(self.stacked.times(key, x, self.own, self.scales))
+
+
+class LiveSets:
+    """The live LoRA sets of a runner. Each has a number while it is live. Factors are rounded to `dtype`, and kept and
+    multiplied in `compute_dtype`."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        products: Products,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        *,
+        stacks: bool,
+    ) -> None:
+        """stacks: steps of fixed shape read the sets (`masked`)."""
+        self._products, self._dtype, self._like = products, dtype, torch.empty(0, dtype=compute_dtype, device=device)
+        self._half = shape.head_dim // 2
+        every = (one for i in range(shape.layers) for one in projections(shape, i) if not one.key.endswith("router"))
+        self._parts = {one.key: one for one in every}
+        self._sizes = {name: (one.width, rows) for one in self._parts.values() for name, rows in one.parts}
+        self._live: dict[str, tuple[int, LoraSet]] = {}
+        self._stacks = stacks
+        self._stacked: StackedFactors | None = None
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def number(self, name: str) -> int:
+        """Return the number of a live set, or NO_SET for the policy's own weights."""
+        found = self._live.get(name)
+        return NO_SET if found is None else found[0]
+
+    def add(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> bool:
+        """Make a version of a set live, in place of an earlier one. Return True if the memory that `masked` reads has
+        moved. Raise Refused for factors that do not fit the model or are not finite."""
+        if bad := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
+            raise Refused(
+                f"LoRA set {parameters.id!r}: {bad[0]} has values that are not finite; publish another version"
+            )
+        low = fitted(parameters, tensors, partial(self._size_of, parameters))
+        here = {name: LowRank(self._kept(one.a), self._kept(one.b)) for name, one in low.items()}
+        fused = {
+            key: made for key, one in self._parts.items() if (made := fused_factors(one, here, self._half)) is not None
+        }
+        make = self._products.make
+        products = {key: (make(both.a, None), make(both.b, None)) for key, both in fused.items()}
+        one = LoraSet(parameters, fused if self._stacks else {}, products)
+        known = self._live.get(parameters.id)
+        number = self._free() if known is None else known[0]
+        self._live[parameters.id] = number, one
+        return self._stacks and self._stack(number, one)
+
+    def drop(self, name: str) -> None:
+        """Forget a set."""
+        number, _ = self._live.pop(name)
+        if self._stacked is not None:
+            self._stacked.write(number, None)
+
+    def grouped(self, numbers: np.ndarray, *, whole: bool = False) -> GroupedRows | None:
+        """Return the rows of a call by their sets' numbers [n]; None if no row has a set."""
+        present = np.unique(numbers)
+        if present[-1] == NO_SET:
+            return None
+        by_number = {number: one for number, one in self._live.values()}
+        rows = ((by_number[number], np.flatnonzero(numbers == number)) for number in present[present != NO_SET])
+        return GroupedRows([(one, self._places(at)) for one, at in rows], whole)
+
+    def masked(self, numbers: Tensor) -> MaskedRows:
+        """Return the rows of a step by their sets' numbers [n] on the device."""
+        assert self._stacked is not None
+        places = torch.arange(self._stacked.places, device=numbers.device)
+        own = (numbers[:, None] == places)[:, :, None]
+        return MaskedRows(self._stacked, own, self._stacked.scales.index_select(0, numbers.clamp(min=0))[:, None])
+
+    def _places(self, rows: np.ndarray) -> slice | Tensor:
+        first, last = int(rows[0]), int(rows[-1]) + 1
+        if last - first == len(rows):
+            return slice(first, last)
+        return torch.from_numpy(rows).to(self._like.device)
+
+    def _kept(self, factor: Tensor) -> Tensor:
+        return factor.to(self._like.device, self._dtype).to(self._like.dtype)
+
+    def _size_of(self, parameters: ParameterSet, module: str) -> tuple[int, int]:
+        """Return (inputs, outputs) of a module that can have factors."""
+        if (found := self._sizes.get(module)) is not None:
+            return found
+        kinds = ", ".join(sorted({name.rpartition(".")[2] for name in self._sizes}))
+        raise Refused(
+            f"LoRA set {parameters.id!r}: its target {module} is none of the linear layers that the native engine "
+            f"adapts ({kinds} of {len({name.split('.')[2] for name in self._sizes})} layers): leave it out of "
+            "target_modules, or use rollout.engine=hf"
+        )
+
+    def _free(self) -> int:
+        taken = {number for number, _ in self._live.values()}
+        return next(number for number in range(len(taken) + 1) if number not in taken)
+
+    def _stack(self, number: int, one: LoraSet) -> bool:
+        """Write a set into the memory that `masked` reads. Return True if it is new memory, since the set did not
+        fit."""
+        before = self._stacked
+        if before is not None and before.fits(number, one):
+            before.write(number, one)
+            return False
+        places, rank, keys = (0, 0, set[str]()) if before is None else (before.places, before.rank, {*before.a})
+        places, rank = 1 << max(places - 1, number).bit_length(), max(rank, one.parameters.rank)
+        parts = {key: part for key, part in self._parts.items() if key in keys | one.fused.keys()}
+        make = self._products.make if self._products.keeps else Plain
+        self._stacked = StackedFactors(places, rank, parts, self._like, make)
+        for at, live in self._live.values():
+            self._stacked.write(at, live)
+        return True
