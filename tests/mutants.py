@@ -77,7 +77,8 @@ IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
 SETS, NATIVE_SETS = "tests/contracts/test_weight_sync_contract.py", "tests/numerics/test_native_sets.py"
 MEDIA = "tests/unit/test_media.py"
-BLOCKS = "tests/unit/test_fp8.py"
+BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
+VLLM_LINES = "tests/unit/test_rollout_vllm.py"
 AWAY = "tests/numerics/test_offload_pinned.py"
 CRC = "tests/unit/test_crc.py"
 WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
@@ -625,6 +626,19 @@ MUTANTS = (
     Mutant("nn/fp8.py", "values.float() * by_row(scales, rows)", "values.float() / by_row(scales, rows)", BLOCKS),
     Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),
     Mutant("nn/fp8.py", "if halves:", "if False:", BLOCKS),
+    Mutant("nn/fp8.py", "weight._base is not None and weight._base in self._weights", "False", BLOCKS),
+    Mutant("model_engine/passes.py", "if fp8_inputs and in_blocks(name, p.shape):", "if False:", BLOCKS),
+    Mutant("checkpoint/block_fp8.py", "which * scale_rows + row // FP8_BLOCK", "row // FP8_BLOCK", SERVED_BLOCKS),
+    Mutant(
+        "checkpoint/block_fp8.py",
+        "tensor.ndim > 1 and not in_blocks",
+        "tensor.ndim > 2 and not in_blocks",
+        SERVED_BLOCKS,
+    ),
+    Mutant("checkpoint/block_fp8.py", "not last or part", "part", VLLM_LINES),
+    Mutant("weight_sync/version_folder.py", "if made is None or not quantised", "if True", SERVED_BLOCKS),
+    Mutant("rollout/vllm.py", 'env.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")', "pass", VLLM_LINES),
+    Mutant("rollout/weight_format.py", "UNKNOWN if model is None else unreadable(model)", '""', VLLM_LINES),
     Mutant("weight_sync/wire_format.py", "wanted = form.dtype_of(name)", "wanted = form.dtype", WIRE),
     Mutant("rollout/weight_format.py", "return last in ALWAYS or ", "return ", WIRE),
     Mutant("rollout/weight_format.py", "found |= below", "pass", WIRE),

@@ -22,10 +22,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from verl.errors import Refused
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.fp8 import as_computed, in_blocks
+from verl.rollout import launching, sglang, trtllm
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.weight_sync import disk
@@ -142,3 +144,34 @@ def test_a_server_multiplies_with_the_blocks_that_the_trainer_made(servers: Serv
         await replica.close()
 
     contract.run(test)
+
+
+def test_sglang_is_started_with_a_model_of_blocks_and_without_weights() -> None:
+    context = RolloutContext(
+        hf_config=MODELS["experts"](), max_context_tokens=64, dtype=torch.bfloat16, device="cuda", fp8=True
+    )
+    words = sglang.serve_command("py", sglang.Options(), context, "/m", 1234)
+    given = dict(zip(words, words[1:], strict=False))
+    found = json.loads(given["--json-model-override-args"])["quantization_config"]
+    kept = ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]
+    assert found["modules_to_not_convert"] == kept and found["weight_block_size"] == [128, 128]
+    assert (given["--load-format"], given["--dtype"]) == ("dummy", "bfloat16")
+    plain = sglang.serve_command("py", sglang.Options(), replace(context, fp8=False), "/m", 1234)
+    assert not {"--json-model-override-args", "--load-format"} & {*plain}
+
+
+def test_tensorrt_llm_is_refused_before_its_start_where_blocks_have_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = MODELS["experts"]()
+    config.moe_intermediate_size = 96
+    config.dtype = "bfloat16"
+    config.save_pretrained(tmp_path)
+    monkeypatch.setattr(launching, "require", lambda *given: None)
+    place = ServerPlace(model=str(tmp_path), log=Path(os.devnull), python="py")
+    context = RolloutContext(
+        hf_config=config, max_context_tokens=64, dtype=torch.bfloat16, device="cuda", fp8=True, place=place
+    )
+    with pytest.raises(Refused, match=r"gate_proj.weight \[96, 160\]: a server appends another projection"):
+        trtllm.build(trtllm.Options(), context)
+    assert trtllm.build(trtllm.Options(), replace(context, fp8=False)).version == -1

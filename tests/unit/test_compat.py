@@ -395,6 +395,7 @@ HARMLESS_OF_ENGINES = [
 TRANSFORMS = [
     ([f"{ROLLOUT}top_k=-1"], {"rollout.top_k": 0}),
     ([f"{ROLLOUT}val_kwargs.top_k=20"], {"eval.top_k": 20}),
+    ([f"{ROLLOUT}quantization=fp8"], {"rollout.dtype": "fp8"}),
     (["trainer.save_freq=-1"], {"run.save_every_steps": 0}),
     (["trainer.test_freq=-1"], {"run.eval_every_steps": 0, "run.eval_after": False}),
     (["data.train_max_samples=-1"], {"data.max_rows": None}),
@@ -800,8 +801,8 @@ REFUSALS = [
     ([f"{ACTOR}megatron.router_replay.mode=R2"], "router replay"),
     ([f"{ACTOR}veomni.router_replay.mode=R3"], "router replay"),
     (["engine.qat.enable=True"], "quantisation-aware"),
-    ([f"{ROLLOUT}quantization=fp8"], "quantised"),
-    ([f"{ROLLOUT}engine_kwargs.vllm.quantization=fp8"], "quantised"),
+    ([f"{ROLLOUT}quantization=fp8", f"{ROLLOUT}dtype=bfloat16"], "both set rollout.dtype; leave one out"),
+    ([f"{ROLLOUT}engine_kwargs.vllm.quantization=fp8"], "the trainer quantises weights (rollout.quantization=fp8)"),
     ([f"{ROLLOUT}multi_turn.interaction_config_path=i.yaml"], "interactions are not"),
     ([f"{ROLLOUT}multi_turn.format=morse"], "agent.format"),
     ([f"{ROLLOUT}multi_turn.tool_response_truncate_side=left"], "loses its middle"),

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from small_runs import small_args
 from test_rollout_client import context_of
 from torch.storage import TypedStorage
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
 
 from bench import environments
 from verl.checkpoint.safetensors_file import host_bytes
@@ -50,6 +50,7 @@ SIZES: dict[str, Any] = {"vocab_size": 50, "hidden_size": 160, "num_hidden_layer
 HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
 BLOCKS = Qwen3MoeConfig(**SIZES, **HEADS, num_experts=4, moe_intermediate_size=128, tie_word_embeddings=True)
 GPT_OSS = GptOssConfig(**SIZES, **HEADS, num_local_experts=2, intermediate_size=128)
+MIXTRAL = MixtralConfig(**SIZES, **HEADS, num_local_experts=2, intermediate_size=96)
 FOREIGN = copy.deepcopy(CONFIG)
 FOREIGN.architectures = ["OfNoKnownPackage"]
 
@@ -258,6 +259,10 @@ def test_the_plugin_reads_blocks_by_the_names_of_a_quantised_folder(
     [
         (CONFIG, r"q_proj.weight|k_proj.weight \[64, 64\]: a server appends another projection, and no block of 128"),
         (QWEN3_MOE, "a server appends another projection, and no block of 128 rows ends there; set rollout.engine=nat"),
+        (
+            MIXTRAL,
+            r"experts.0.w1.weight \[96, 160\]: a server appends another projection, and no block of 128 rows ends",
+        ),
         (GPT_OSS, r"experts.gate_up_proj \[\d+, \d+, \d+\]: experts that are saved as one tensor have no blocks"),
         (FOREIGN, "its class is not part of transformers"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import zlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,11 +16,15 @@ from transformers import DeepseekV3Config, FalconMambaConfig, Qwen3Config
 
 from verl.checkpoint.safetensors_file import host_bytes
 from verl.driver.publisher import Publisher
+from verl.model_engine.base import whole_part
+from verl.parameter_set import ParameterSet
 from verl.rollout.base import IN_PROCESS, Capabilities, capabilities_of
 from verl.rollout.weight_format import format_of_module, format_of_server
-from verl.weight_sync.base import checksum
+from verl.weight_sync.base import Entry, checksum
+from verl.weight_sync.local import LocalOutlet
+from verl.weight_sync.sender import WeightSender
 from verl.weight_sync.wire_format import converted
-from verl.wire import AS_HELD, WireFormat
+from verl.wire import AS_HELD, FP8, WireFormat
 
 BF16, F32, BLOCKS = WireFormat("bfloat16"), WireFormat("float32"), WireFormat("bfloat16", fp8=True)
 
@@ -118,6 +123,16 @@ def test_a_dense_model_travels_in_half_of_the_bytes_to_a_server_but_for_its_vect
     config = Qwen3Config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=1000)
     found = format_of_server(config, torch.bfloat16)
     assert all(name.endswith("norm.weight") for name in found.exceptions)
+
+
+def test_factors_of_an_adapter_are_not_quantised() -> None:
+    """A server with blocks of 8 bits has its adapters in bfloat16."""
+    factor = torch.zeros(4, 256)
+    engine: Any = SimpleNamespace(tied={}, weight_parts=lambda: [whole_part("q_proj.lora_A.weight", factor)])
+    parameters = ParameterSet(id="a", kind="lora", base="b", rank=4, scale=1.0, targets=("q_proj",))
+    sender = WeightSender(LocalOutlet(), dtype=FP8).for_set(LocalOutlet(), parameters, engine)
+    sender.set_format(BLOCKS)
+    assert sender.manifest(engine) == {"q_proj.lora_A.weight": Entry((4, 256), "bfloat16")}
 
 
 def test_a_publish_is_sent_in_the_format_of_all_replicas_that_have_joined() -> None:

@@ -25,10 +25,15 @@ def whole(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     return values.float() * spread
 
 
+def product(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(rounded(x), whole(values, scales))
+
+
 def register() -> None:
     import verl_weights
     from vllm.model_executor.kernels import linear
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.platforms import PlatformEnum
 
     class Emulated(Fp8BlockScaledMMLinearKernel):
@@ -40,7 +45,7 @@ def register() -> None:
 
         def apply_weights(self, layer, x, bias=None, **kwargs):
             params = self._get_layer_params(layer)
-            found = torch.nn.functional.linear(rounded(x), whole(params.weight, params.block_scale))
+            found = product(x, params.weight, params.block_scale)
             return (found if bias is None else found + bias).to(x.dtype)
 
         def apply_block_scaled_mm(self, A, B, As, Bs):
@@ -51,5 +56,17 @@ def register() -> None:
         found = self.get_model().named_parameters()
         return {name: zlib.crc32(p.data.contiguous().view(torch.uint8).numpy().data) for name, p in found}
 
+    def experts(self, output, hidden_states, w1, w2, topk_weights, topk_ids, *more, **named) -> None:
+        output.zero_()
+        for expert in topk_ids.unique().tolist():
+            token, which = (topk_ids == expert).nonzero(as_tuple=True)
+            gate, up = product(hidden_states[token], w1[expert], self.w1_scale[expert]).chunk(2, -1)
+            inner = (torch.nn.functional.silu(gate) * up).to(hidden_states.dtype)
+            found = product(inner, w2[expert], self.w2_scale[expert]) * topk_weights[token, which, None]
+            output.index_add_(0, token, found.to(output.dtype))
+
     verl_weights.Extension.held = held
+    cpu_moe.CPUExpertsFp8._supports_current_device = staticmethod(lambda: True)
+    cpu_moe.CPUExpertsFp8.apply = experts
+    cpu_moe.prepare_fp8_moe_layer_for_cpu = lambda *weights: weights  # as it is, not packed for AMX
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, Emulated)

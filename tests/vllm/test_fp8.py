@@ -14,18 +14,27 @@ from typing import Any
 import pytest
 import torch
 from real_server import PYTHON, module_at
-from transformers import AutoModelForCausalLM, Qwen3Config
+from small_runs import metrics_of, small_run
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
+from verl.models import tiny
 from verl.nn.fp8 import SCALES, in_blocks, quantise
+from verl.recipes import arithmetic
 from verl.rollout import vllm
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.weight_sync.base import checksum
 
 SIZES = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 384}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 512}
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+MODELS = {
+    "dense": lambda: Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False),
+    "experts": lambda: Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, tie_word_embeddings=False),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +51,11 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture
-def sync(python: str, tmp_path: Path) -> ModuleType:
+@pytest.fixture(params=["dense", "experts"])
+def sync(request: pytest.FixtureRequest, python: str, tmp_path: Path) -> ModuleType:
     found = module_at("test_weight_sync_contract.py", "sync_contract_of_fp8")
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False))
+    module = AutoModelForCausalLM.from_config(MODELS[request.param]())
     module.save_pretrained(tmp_path / "model")
 
     def trainer(cls: type[TorchEngine] = TorchEngine) -> TorchEngine:
@@ -61,12 +70,19 @@ def sync(python: str, tmp_path: Path) -> ModuleType:
     return found
 
 
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+STACKED = {"experts.w13_weight": "experts.gate_up_proj", "experts.w2_weight": "experts.down_proj"}
+
+
 def joined(name: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return a parameter of vLLM's model, from ours, some of which it joins by their rows."""
-    for whole, parts in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
-        if whole in name:
-            return torch.cat([tensors[name.replace(whole, part)].view(torch.uint8) for part in parts])
-    return tensors[name]
+    """Return a parameter of vLLM's model from ours, some of which it joins by their rows."""
+    name = name.replace("routed_experts.", "")
+    for theirs, ours in STACKED.items():
+        name = name.replace(theirs, ours)
+    whole = next((whole for whole in JOINED if whole in name and name not in tensors), None)
+    if whole is None:
+        return tensors[name]
+    return torch.cat([tensors[name.replace(whole, part)].view(torch.uint8) for part in JOINED[whole]])
 
 
 def test_vllm_computes_with_our_blocks(sync: ModuleType) -> None:
@@ -87,9 +103,26 @@ def test_vllm_computes_with_our_blocks(sync: ModuleType) -> None:
                     ours[name], ours[name + SCALES] = quantise(tensor)
             assert report.verified_tensors == len(ours) and 0 < report.canary_mean_abs < 0.5
             (held,) = (await replica.connection.call("/collective_rpc", {"method": "held"}))["results"]
-            assert {name for name in held if name.endswith(SCALES)} and len(held) == len(ours) - 9 * 2
-            assert {name: checksum(joined(name, ours)) for name in held} == held
+            assert sum(name.endswith(SCALES) for name in held) == 4 * 3, "of both products of attention, and after it"
+            packed = {name for name in held if name.endswith("mlp.gate.weight")}  # for the CPU, in another tensor
+            assert {name: checksum(joined(name, ours)) for name in held.keys() - packed} == {
+                name: found for name, found in held.items() if name not in packed
+            }
             await world.update()
         await replica.close()
 
     asyncio.run(asyncio.wait_for(test(), 600))
+
+
+def test_a_run_corrects_what_was_sampled_with_blocks(python: str, tmp_path: Path, arithmetic_data: list[Path]) -> None:
+    """Truncated importance weights are the default, the canary is on, and each step publishes."""
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    module = tiny.qwen3(tokenizer, hidden=128, layers=2, heads=1, kv_heads=1, ffn=128, seed=1)
+    model = tiny.save(module, tokenizer, tmp_path / "model")
+    served = ("rollout.engine=vllm", f"rollout.python={python}", "rollout.dtype=fp8", "run.wait_timeout_s=600")
+    small_run(tmp_path, model, arithmetic_data[:1], *served, "sync.canary=true", "run.total_steps=2")
+    for step in (1, 2):
+        found = metrics_of(tmp_path / "r")[step]
+        assert 0 < found["sync/canary_mean_abs"] < 0.1 and found["sync/version"] == step
+        assert found["rollout_corr/rollout_is_min"] < 1 < found["rollout_corr/rollout_is_max"]
+        assert 1e-6 < found["rollout_corr/k3_kl"] < 1e-2, "the rounding of blocks, and no more"

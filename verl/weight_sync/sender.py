@@ -84,7 +84,7 @@ class WeightSender:
         if self._announced not in (None, form):
             fix = "leave sync.engine_options.bucket_mb out, or set one rollout.dtype for all replicas"
             raise Refused(f"the buckets of weights are for replicas that read {self._announced}, not {form}: {fix}")
-        self._format = form
+        self._format = form if self._parameters.whole else replace(form, fp8=False)  # factors are not quantised
         self._dtype = FP8_INPUTS if form.fp8_inputs else self._dtype
 
     def manifest(self, engine: Publishes) -> dict[str, Entry]:
