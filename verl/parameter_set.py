@@ -10,6 +10,9 @@ from typing import Literal, Protocol, runtime_checkable
 from verl.errors import Refused
 
 SetKind = Literal["full", "lora"]
+Delivery = Literal["merged", "factors", "base and factors"]
+"""How the weights of a policy with LoRA factors are sent. merged: as a full set, with the factors added to the base ·
+factors: alone, to engines that have the base · base and factors: both, unmerged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,8 +39,6 @@ class ParameterSet:
         if self.whole:
             assert self.base is None and not self.rank and not self.targets, f"{self.id}: a full set is its own base"
             return
-        if self.id == POLICY_SET.id:
-            raise Refused(f"{self.id!r} is the name of the policy's own weights: give the LoRA set another one")
         if self.rank < 1 or not self.targets or not math.isfinite(self.scale):
             sizes = f"rank {self.rank}, scale {self.scale} and {len(self.targets)} target modules"
             raise Refused(f"{self.id}: a LoRA set with {sizes}; it needs a rank of at least 1 and a target")
@@ -53,7 +54,7 @@ class ParameterSet:
 
 
 POLICY_SET = ParameterSet(id="policy")
-"""All weights of the policy."""
+"""All weights of the policy. A LoRA set with this id has the factors of a policy whose base is frozen."""
 
 
 @runtime_checkable

@@ -3,7 +3,6 @@ the protocols is the same everywhere."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,7 +35,7 @@ from verl.driver.driver_host import driver_host
 from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, early_models, hf_export, models_of, reward_model, trained, workers_of
-from verl.driver.publisher import Publisher
+from verl.driver.publisher import Publisher, unmerged_rank
 from verl.driver.queue_rows import QueueRows
 from verl.driver.record import build_recorder
 from verl.driver.reporter import OnStep, Reporter
@@ -51,6 +50,7 @@ from verl.driver.setup import (
     decoder,
     device_of,
     free_bytes_of,
+    from_threads,
     load_tokenizer_of,
     refuse_unembedded,
     require_an_end,
@@ -241,25 +241,15 @@ def _publisher(
         note=progress.message,
         published=rollout.published if isinstance(rollout, Router) else None,
         lora=lora,
+        trained_rank=unmerged_rank(config, sync),
     )
-
-
-def from_threads(report: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
-    """Return a function that calls `report` in the event loop of this call and may be called from any thread."""
-    loop = asyncio.get_running_loop()
-
-    def reported(error: BaseException) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(report, error)
-
-    return reported
 
 
 def _placement(
     config: Config, replicas: Sequence[RolloutEngine], waits: Waits, note: Callable[[str], None]
 ) -> Placement:
-    drops, free = drops_rollout_weights(config), free_bytes_of(config)
-    return Placement(replicas, colocated(config), drops, waits, config.run.wait_timeout_s, note, free)
+    drops, free, limit_s = drops_rollout_weights(config), free_bytes_of(config), config.run.wait_timeout_s
+    return Placement(replicas, colocated(config), drops, waits, limit_s, note, free)
 
 
 def _in_step(config: Config) -> bool:

@@ -19,14 +19,14 @@ from verl.config.devices import on_cuda
 from verl.config.load import Resolved, validate
 from verl.config.schema import Config
 from verl.config.tree import changed
-from verl.driver.assemble import assemble, from_threads
+from verl.driver.assemble import assemble
 from verl.driver.assemble_supervised import assemble_supervised
 from verl.driver.evaluate import evaluate
 from verl.driver.loop import train
 from verl.driver.reporter import OnStep
 from verl.driver.run import Run
 from verl.driver.run_dir import is_mine
-from verl.driver.setup import card_of
+from verl.driver.setup import card_of, from_threads
 from verl.driver.stopping import Stopped, unless_stopped
 from verl.driver.supervised import SupervisedRun, fit
 from verl.errors import CRASH_RECORD, Refused, crash_record_of

@@ -9,15 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from verl.config.adapter import trained_rank
+from verl.config.schema import Config
 from verl.driver.lora_publisher import LoraPublisher
+from verl.parameter_set import Delivery
 from verl.rollout.base import Capabilities, PauseMode, RolloutEngine
 from verl.types import Metric, Metrics
-from verl.weight_sync.base import CheckpointEngine, SyncReport
+from verl.weight_sync.base import CheckpointEngine, StreamingOutlet, SyncReport
 from verl.wire import AS_HELD, WireFormat
 from verl.workers.model_workers import START_TIMEOUT_S, ModelWorkers
 from verl.workers.waits import Waits
 
 T = TypeVar("T")
+
+
+def unmerged_rank(config: Config, sync: CheckpointEngine) -> int:
+    """Return the rank of the policy's LoRA factors if they can be sent unmerged, else 0: buckets are of full sets."""
+    rank = trained_rank(config.model.lora)
+    return 0 if not rank or isinstance(sync.outlet(), StreamingOutlet) else rank
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,10 +53,14 @@ class Publisher:
     """Called after every publish with the replicas that do not have it, and the reasons."""
     lora: LoraPublisher
     """Publishes LoRA sets on top of the weights."""
+    trained_rank: int = 0
+    """The rank of the policy's own LoRA factors, if replicas may get them unmerged; 0: all weights are sent whole."""
     version: int = field(default=0, init=False)
     """The number of publishes so far."""
     _requested: int = field(default=0, init=False)
     """The number of replicas that got the latest publish."""
+    _takes_factors: bool = field(default=True, init=False)
+    """All replicas compute with the policy's base and its factors."""
     _modes: list[PauseMode] = field(default_factory=list, init=False)
     """For each replica that gets weights: running requests wait during a publish, or continue."""
     _formats: list[WireFormat] = field(default_factory=list, init=False)
@@ -79,6 +92,8 @@ class Publisher:
         self._formats.append(able.weights)
         if (form := WireFormat.widest(self._formats)) != self._wire_format:
             self._wire_format = self.trainer.wire_format = form
+        if self.trained_rank:
+            self._takes_factors &= able.lora_policy and able.lora_rank >= self.trained_rank
         self._modes.append("keep" if self.partial_rollout and able.in_flight_update else "wait")
 
     def publish(self, committed: Callable[[SyncReport], None], failed: Callable[[BaseException], None]) -> None:
@@ -139,6 +154,8 @@ class Publisher:
 
     def _enqueue(self, version: int) -> asyncio.Future[SyncReport]:
         self._requested = len(self._modes)
+        if self.trained_rank:
+            self.trainer.delivery = self._delivery()
         return self.engine.publish(
             self.trainer,
             self.replicas[: self._requested],
@@ -147,6 +164,12 @@ class Publisher:
             on_inflight=tuple(self._modes),
             timeout_s=self.timeout_s,
         )
+
+    def _delivery(self) -> Delivery:
+        """Return how the next version is sent: a replica without the base, as after a restart, needs it too."""
+        if not self._takes_factors:
+            return "merged"
+        return "factors" if all(one.base for one in self.replicas[: self._requested]) else "base and factors"
 
     async def _awaited(self, pending: asyncio.Future[SyncReport], version: int) -> SyncReport:
         what = f"the publish of version {version}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -288,3 +290,14 @@ def check_able(able: Capabilities, config: Config) -> None:
     for key, (lacking, why) in lacks.items():
         if lacking:
             raise Refused(f"{key} with rollout.engine={r.engine}: {why}; leave it out, or set rollout.engine=native")
+
+
+def from_threads(report: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
+    """Return a function that calls `report` in the event loop of this call and may be called from any thread."""
+    loop = asyncio.get_running_loop()
+
+    def reported(error: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(report, error)
+
+    return reported

@@ -248,10 +248,11 @@ class Publishes(Protocol):
         """Return the columns logprobs and entropy as `Computes.infer` does, with the weights that are published."""
         ...
 
-    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
+    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str, merged: bool = True) -> list[np.ndarray]:
         """Return log-probs [t-1] of ids[1:] of each probe [t] by the model's own forward pass with its weights in
         `dtype`, as a rollout engine computes them: the difference from `infer` is rounding. dtype: also `FP8` of
-        `verl/wire.py` (bfloat16, the projections in blocks of 8 bits) and `FP8_INPUTS` (their inputs too)."""
+        `verl/wire.py` (bfloat16, the projections in blocks of 8 bits) and `FP8_INPUTS` (their inputs too) · merged:
+        LoRA factors are added to the weights, not to the outputs."""
         ...
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -125,6 +125,10 @@ class LocalModel:
         """Yield the parts of `Publishes.weight_parts`."""
         named = ((name, tensor) for name, tensor in self.named_weights() if tensor is not None)
         return (whole_part(name, self.with_factors(name, tensor.detach())) for name, tensor in named)
+
+    def parts_of(self, named: Iterable[tuple[str, Tensor | None]]) -> Iterator[WeightPart]:
+        """Yield this rank's parts of these parameters, without the factors of LoRA merged."""
+        return (whole_part(name, tensor) for name, tensor in named if tensor is not None)
 
     def published(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) of all weights, with the factors of LoRA merged in float32."""

@@ -23,7 +23,7 @@ from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.lora_spec import LoraSpec, check_rank, target_modules
 from verl.nn.lora import layer_size
-from verl.parameter_set import ParameterSet
+from verl.parameter_set import POLICY_SET, ParameterSet
 
 A, B = "lora_A", "lora_B"
 TRAINED_SET = "lora"
@@ -119,9 +119,10 @@ class LoraLayers:
             for name, own in zip((A, B), self.parameters.factors(module), strict=True):
                 yield own, named[f"{module}.{name}"]
 
-    def on_base(self, identity: str) -> ParameterSet:
-        """Return the set on top of the base weights with this identity."""
-        return replace(self.parameters, base=identity)
+    @property
+    def of_policy(self) -> ParameterSet:
+        """The set as the weights of the policy, whose base is not named yet."""
+        return replace(self.parameters, id=POLICY_SET.id)
 
 
 def is_factor(name: str) -> bool:
@@ -155,6 +156,8 @@ def read_lora(name: str, folder: Path, base: Path) -> tuple[ParameterSet, dict[s
     Return the set, with that folder as its base, and its factors in float32. A set has one rank and one scale: a factor
     of a lower rank is padded with zeros, and a module's other scale is multiplied into its factor B. Raise ValueError
     for an adapter of another model, or with tensors that are no factors."""
+    if name == POLICY_SET.id:
+        raise Refused(f"{name!r} is the name of the policy's own weights: give the LoRA set another one")
     parts = factors_alone(folder, base)
     with safe_open(folder / WEIGHTS, "pt") as file:
         read = {

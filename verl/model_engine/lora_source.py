@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.model_engine.base import WeightPart, whole_part
+from verl.model_engine.lora import is_factor
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.lora import low_ranks, with_low_ranks
 from verl.parameter_set import ParameterSet
@@ -37,9 +38,60 @@ class LoraSource:
         with self._adapted():
             return self._engine.infer(batch, columns, average)
 
-    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
+    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str, merged: bool = False) -> list[np.ndarray]:
+        assert not merged, "the factors of a set are never merged"
         with self._adapted():
             return self._engine.own_logprobs(probes, dtype)
 
     def _adapted(self) -> AbstractContextManager[None]:
         return with_low_ranks(self._engine.model, self._layers, self.parameters.scale)
+
+
+class FrozenBase:
+    """The weights under the LoRA factors of an engine's model."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """The frozen weights by the engine's own names; in a sharded engine the parts of this rank."""
+        return {name: p for name, p in self._engine.masters.items() if not is_factor(name)}
+
+
+class PolicyFactors:
+    """The weight source of a policy with LoRA factors (`Publishes`), unmerged. with_base: the weights of the base are
+    among its weights; otherwise the factors alone are."""
+
+    def __init__(self, engine: TorchEngine, *, with_base: bool) -> None:
+        assert engine.local.lora is not None, "all weights of this policy are trained"
+        self._engine, self._with_base = engine, with_base
+        self.parameters = engine.local.lora.of_policy
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        return self._engine.tied if self._with_base else {}
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        every = self._engine.masters
+        return every if self._with_base else {name: p for name, p in every.items() if is_factor(name)}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        local = self._engine.local
+        whole = ((name, local.delivered(name, p)) for name, p in self._named())
+        return self._engine.offload.stream(whole)
+
+    def weight_parts(self) -> Iterator[WeightPart]:
+        return self._engine.local.parts_of(self._named())
+
+    def _named(self) -> Iterator[tuple[str, Tensor | None]]:
+        if self._with_base:
+            yield from self._engine.local.named_weights()
+        yield from self._engine.local.exported()
+
+    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
+        return self._engine.infer(batch, columns, average)
+
+    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str, merged: bool = False) -> list[np.ndarray]:
+        return self._engine.own_logprobs(probes, dtype, merged)

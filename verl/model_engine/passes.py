@@ -100,11 +100,17 @@ class Passes:
         return self._lm_outputs(batch, ("logprobs",))
 
     def models_own(
-        self, probes: Sequence[Tensor], dtype: torch.dtype, *, fp8: bool = False, fp8_inputs: bool = False
+        self,
+        probes: Sequence[Tensor],
+        dtype: torch.dtype,
+        *,
+        fp8: bool = False,
+        fp8_inputs: bool = False,
+        merged: bool = True,
     ) -> list[Tensor]:
         """Return log-probs [t-1] of each probe [t] by the model as transformers made it, with its parameters in
         `dtype`. fp8: the parameters that replicas read in blocks of 8 bits are quantised · fp8_inputs: and what is
-        multiplied with them."""
+        multiplied with them · merged: LoRA factors are added to the weights, not to the outputs."""
         rounded = RoundedInputs()
         model = self.local.model
         trained, kept = model.training, [(name, p, p.data) for name, p in model.named_parameters()]
@@ -112,9 +118,10 @@ class Passes:
         model.set_attn_implementation(self._models_attention)
         unfuse(model)
         try:
-            with self.local.factors_merged(), rounded:
-                for name, p, master in kept:
-                    p.data = as_computed(name, self.local.with_factors(name, master), dtype, fp8=fp8)
+            with self.local.factors_merged() if merged else nullcontext(), rounded:
+                for name, p, master in kept:  # the factors of a layer are after its weight
+                    weight = self.local.with_factors(name, master) if merged else master
+                    p.data = as_computed(name, weight, dtype, fp8=fp8)
                     if fp8_inputs and in_blocks(name, p.shape):
                         rounded.add(p)
                 return [self._alone(model, ids) for ids in probes]

@@ -229,7 +229,13 @@ class ShardedPasses(Passes):
                     module.reshard()
 
     def models_own(
-        self, probes: Sequence[Tensor], dtype: torch.dtype, *, fp8: bool = False, fp8_inputs: bool = False
+        self,
+        probes: Sequence[Tensor],
+        dtype: torch.dtype,
+        *,
+        fp8: bool = False,
+        fp8_inputs: bool = False,
+        merged: bool = True,
     ) -> list[Tensor]:
         """Compute as `Passes.models_own` does, with a second model without storage, as transformers makes it. A layer's
         weights are gathered when the pass reaches it and dropped after it, so that no rank ever has the whole model."""

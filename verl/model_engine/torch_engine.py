@@ -114,11 +114,12 @@ class TorchEngine:
     def weight_parts(self) -> Iterator[WeightPart]:
         return self.local.weight_parts()
 
-    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
+    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str, merged: bool = True) -> list[np.ndarray]:
         with self.awake("weights"), torch.no_grad():
             fp8, inputs = dtype in (FP8, FP8_INPUTS), dtype == FP8_INPUTS
             ids = [torch.from_numpy(one) for one in probes]
-            found = self.passes.models_own(ids, torch.bfloat16 if fp8 else DTYPES[dtype], fp8=fp8, fp8_inputs=inputs)
+            given = {"fp8": fp8, "fp8_inputs": inputs, "merged": merged}
+            found = self.passes.models_own(ids, torch.bfloat16 if fp8 else DTYPES[dtype], **given)
         return [logprobs.float().numpy() for logprobs in found]
 
     @property

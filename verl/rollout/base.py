@@ -130,13 +130,18 @@ class Traits:
     tensor_names: Literal["model", "saved"] = "model"
     """How it names tensors: as the model in memory does, or as a saved folder does (experts one by one)."""
 
+    lora_policy: bool = False
+    """It takes the policy as a base and LoRA factors, and later the factors alone."""
+
     @property
     def own_weights(self) -> bool:
         """True for a server that keeps its own weights: a publish does not change them."""
         return self.server and not self.updates_weights and not self.package
 
 
-IN_PROCESS = Traits(in_flight_update=True, prepares_weights=True, reports_tokens=True, ranks_tokens=True)
+IN_PROCESS = Traits(
+    in_flight_update=True, prepares_weights=True, reports_tokens=True, ranks_tokens=True, lora_policy=True
+)
 """The traits of engines that run in a process of the run."""
 
 
@@ -304,9 +309,12 @@ class WeightReader(Protocol):
     """One publish as a replica reads it: the version and a stream of HF-named tensors."""
 
     version: int
-    seconds: dict[str, float]
-    """The seconds that the parts of an update take, recorded by their readers. transfer: until the tensors have
-    arrived; load: into the engine; pause: while no request is decoded."""
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds that the parts of an update take, recorded by their readers. transfer: until the tensors have
+        arrived; load: into the engine; pause: while no request is decoded."""
+        ...
 
     @property
     def passes(self) -> bool:
@@ -433,6 +441,12 @@ class RolloutEngine(Generates, Protocol):
         ...
 
     @property
+    def base(self) -> str:
+        """The identity of the live full set, on which factors of the policy can be published alone; "" if there is none
+        or it is not known."""
+        ...
+
+    @property
     def replaceable(self) -> bool:
         """True if the engine is one of several replicas: the run continues without it."""
         ...
@@ -446,6 +460,10 @@ class BaseEngine:
     """The optional methods of a rollout engine, for engines that do not have them."""
 
     replaceable = False
+
+    @property
+    def base(self) -> str:
+        return ""
 
     async def prepare_weights(self: RolloutEngine, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
         """Read nothing before the returned function is called."""

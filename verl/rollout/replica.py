@@ -52,6 +52,10 @@ class Replica(EngineWrapper):
         return self.engine.version
 
     @property
+    def base(self) -> str:
+        return self.engine.base if self.supervisor.serves else ""
+
+    @property
     def ready(self) -> bool:
         """True if the engine is not lost and has loaded the weights of the last publish."""
         return self.supervisor.serves and self.supervisor.current.loaded
@@ -108,7 +112,7 @@ class Replica(EngineWrapper):
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         """Load weights. Answers that they sample are held back until `mark_verified`."""
         of, parameters = self.supervisor.live(), set_of(source)
-        if not parameters.whole:
+        if parameters.id != POLICY_SET.id:
             while not of.judged.is_set():  # one at a time: a verification names no set
                 await of.judged.wait()
             self.supervisor.check(of)
@@ -120,7 +124,9 @@ class Replica(EngineWrapper):
         of.judged.clear()
         of.verified = min(of.verified, source.version - 1)
         version = await of.engine.load_weights(source, on_inflight=on_inflight)
-        of.sets.clear()
+        if not of.engine.base or of.engine.base != of.base:  # sets of another base were dropped
+            of.sets.clear()
+        of.base = of.engine.base
         of.able = await of.engine.capabilities()
         of.loaded = True
         return version

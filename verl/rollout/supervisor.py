@@ -35,6 +35,8 @@ class EngineRun:
     """Cleared while loaded weights are neither verified nor refused."""
     sets: dict[str, int] = field(default_factory=dict)
     """The verified versions of its LoRA sets, by id."""
+    base: str = ""
+    """The identity of its full set (`RolloutEngine.base`)."""
     judging: tuple[str, int] | None = None
     """The id and version of the LoRA set that was loaded last, while it is neither verified nor refused."""
 

@@ -90,6 +90,10 @@ class AfterPublish(EngineWrapper):
     def version(self) -> int:
         return self._inner.version
 
+    @property
+    def base(self) -> str:
+        return self._inner.base
+
     async def close(self) -> None:
         await self._inner.close()
 

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from torch import Tensor
 
-from verl.parameter_set import ParameterSet
+from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.base import (
     CheckedReader,
@@ -235,7 +235,7 @@ class LocalCheckpointEngine:
 async def _given_up(replica: RolloutEngine, parameters: ParameterSet, why: Exception) -> None:
     """Drop a LoRA set that was not delivered; requests of other sets continue. A replica that cannot drop it is given
     up, and so is one that failed an update of its full set."""
-    if not parameters.whole:
+    if parameters.id != POLICY_SET.id:
         with contextlib.suppress(Exception):  # an engine that has failed in some other way
             async with asyncio.timeout(DROP_S):
                 return await replica.drop_set(parameters.id)

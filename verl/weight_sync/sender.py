@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -41,6 +42,15 @@ MEASURED_SHARE = 16  # after the first versions every 16th version measures the 
 MOVED = 0.25  # nats; a mean change of likely log-probs since the last measurement that requires another one
 
 
+class HasMasters(Protocol):
+    """Weights under a LoRA set."""
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        """The tensors by their own names; in a sharded engine the parts of this rank."""
+        ...
+
+
 class WeightSender:
     """The sender of one parameter set, used by the role that publishes it."""
 
@@ -51,13 +61,15 @@ class WeightSender:
         verify_first: int = 3,
         dtype: str = "float32",
         parameters: ParameterSet = POLICY_SET,
-        base: Publishes | None = None,
+        base: HasMasters | None = None,
+        with_base: bool = False,
     ) -> None:
         """verify_first: the number of versions with a checksum for every tensor; later ones have checksums for a sample
-        · dtype: that of rollout.dtype · base: the source of the full set under a LoRA set."""
+        · dtype: that of rollout.dtype · base: the full set under a LoRA set · with_base: the full set is among the
+        weights that are sent."""
         assert parameters.whole == (base is None), "a LoRA set is published on top of a full set"
         self._outlet, self._dtype, self._format = outlet, dtype, AS_HELD
-        self._parameters, self._base = parameters, base
+        self._parameters, self._base, self._with_base = parameters, base, with_base
         self._verify_first = verify_first
         self._sent = 0
         self._last: dict[str, tuple[Proof, Tensor]] = {}  # last known checksum, some values
@@ -78,6 +90,13 @@ class WeightSender:
             raise Refused(f"{parameters.id!r}: a LoRA set is published whole, not in buckets; {fix}")
         first, dtype = self._verify_first, self._dtype
         return WeightSender(outlet, verify_first=first, dtype=dtype, parameters=parameters, base=base)
+
+    def for_factors(self, parameters: ParameterSet, base: HasMasters, *, with_base: bool) -> WeightSender:
+        """Return a sender of the policy's LoRA factors through the same outlet."""
+        first, dtype = self._verify_first, self._dtype
+        return type(self)(
+            self._outlet, verify_first=first, dtype=dtype, parameters=parameters, base=base, with_base=with_base
+        )
 
     def set_format(self, form: WireFormat) -> None:
         """Send all later versions in this format. Raise Refused if a stream is laid out for another one."""
@@ -202,6 +221,7 @@ class WeightSender:
             identity = weights_identity(masters)
         else:
             parameters = replace(parameters, base=weights_identity(sampled_values(self._base.masters)))
+            identity = parameters.base or "" if self._with_base else ""
         source = WeightSource(
             version, self._outlet.transport, address, manifest, parameters=parameters, identity=identity
         )

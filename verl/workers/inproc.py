@@ -113,8 +113,8 @@ class SharedEngine:
     def load(self, path: Path) -> None:
         self._first(lambda: self._engine.load(path))
 
-    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
-        return self._first(lambda: self._engine.own_logprobs(probes, dtype))
+    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str, merged: bool = True) -> list[np.ndarray]:
+        return self._first(lambda: self._engine.own_logprobs(probes, dtype, merged))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)

@@ -17,7 +17,7 @@ from verl.errors import Refused
 from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.objective import Term
-from verl.parameter_set import POLICY_SET
+from verl.parameter_set import POLICY_SET, Delivery
 from verl.types import Metrics, Ref, Refs, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.wire import AS_HELD
@@ -42,6 +42,7 @@ class ModelWorkers:
     wire_format: the format of the weights that are sent from now on
     place: the name of the place of the workers (`Cluster.place`)
     parameters: the id of the parameter set that `send_weights` publishes
+    delivery: how a policy with LoRA factors is sent from now on
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ModelWorkers:
         self._pending_capabilities = None if capabilities else group.submit(Role.capabilities, Broadcast())
         self._can = capabilities
         self.wire_format = AS_HELD
+        self.delivery: Delivery = "merged"
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -159,7 +161,7 @@ class ModelWorkers:
 
     def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]:
         """Stage the present weights of the set for the replicas, in `wire_format`."""
-        args = (version, probes, copy, self.wire_format, self.parameters)
+        args = (version, probes, copy, self.wire_format, self.parameters, self.delivery)
         found = self._group.submit(Role.send_weights, Broadcast(args))
         return _then(found, lambda sent: next(s for s in sent if s is not None))
 

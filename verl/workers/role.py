@@ -19,7 +19,7 @@ from verl.config.backends import import_object
 from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
-from verl.parameter_set import POLICY_SET
+from verl.parameter_set import POLICY_SET, Delivery
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import facts_column, queued_samples
 from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
@@ -306,10 +306,11 @@ class Role:
         copy: bool,
         form: WireFormat = AS_HELD,
         parameters: str = POLICY_SET.id,
+        delivery: Delivery = "merged",
     ) -> Sent | None:
         """Send the present weights of a set to the rollout engines in the format that they read. The first rank returns
         the receipt."""
-        return self.publishing.send(version, probes, copy, form, parameters)
+        return self.publishing.send(version, probes, copy, form, parameters, delivery)
 
     def weights_manifest(self, form: WireFormat = AS_HELD) -> tuple[dict[str, Entry], str] | None:
         """Return the manifest that all versions of `stream_weights` have, and the address at which they are read."""

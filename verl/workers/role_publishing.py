@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from verl.model_engine.base import ModelEngine, Publishes, Ranks
-from verl.parameter_set import POLICY_SET
+from verl.model_engine.lora_source import FrozenBase, PolicyFactors
+from verl.parameter_set import POLICY_SET, Delivery
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
 from verl.wire import WireFormat
@@ -27,20 +28,29 @@ class RolePublishing:
     def __init__(self, role: str, engine: ModelEngine, sender: WeightSender | None, ranks: Ranks) -> None:
         self._role, self._engine, self._ranks = role, engine, ranks
         self.sender, self.lora_sets = sender, LoraSets()
+        self._factors: dict[Delivery, tuple[PolicyFactors, WeightSender]] = {}
+        self._used = sender  # by the last publish of the policy
 
     def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> None:
         """Open an adapter as a LoRA set on top of the present weights, to be published through its own outlet."""
         self.lora_sets.open(name, folder, base, outlet, self._engine, self._own_sender())
 
     def send(
-        self, version: int, probes: Sequence[np.ndarray], copy: bool, form: WireFormat, parameters: str
+        self,
+        version: int,
+        probes: Sequence[np.ndarray],
+        copy: bool,
+        form: WireFormat,
+        parameters: str,
+        delivery: Delivery,
     ) -> Sent | None:
-        """Send the present weights of a set in the format that the replicas read. The first rank returns the
-        receipt."""
-        source, sender = self._publishing(parameters)
+        """Send the present weights of a set in the format that the replicas read. delivery: that of a policy with LoRA
+        factors. The first rank returns the receipt."""
+        source, sender = self._publishing(parameters) if delivery == "merged" else self._of_factors(delivery)
         sender.set_format(form)
         with self._engine.awake("weights"):
             if parameters == POLICY_SET.id:
+                self._used = sender
                 self._engine.published(version)
             return sender.send(source, version, probes, copy=copy, first=is_first(self._ranks))
 
@@ -70,12 +80,25 @@ class RolePublishing:
 
     def release(self, version: int, parameters: str) -> None:
         """Release a version of a set that all living replicas have."""
-        self._publishing(parameters)[1].release(version)
+        policy = parameters == POLICY_SET.id
+        sender = self._used if policy else self._publishing(parameters)[1]
+        assert sender is not None
+        sender.release(version)
 
     def _publishing(self, parameters: str) -> tuple[Publishes, WeightSender]:
         """Return (source, sender) of a parameter set."""
         whole = parameters == POLICY_SET.id
         return (self._engine, self._own_sender()) if whole else self.lora_sets.publishing(parameters)
+
+    def _of_factors(self, delivery: Delivery) -> tuple[Publishes, WeightSender]:
+        """Return (source, sender) of the policy's LoRA factors, with the base or without."""
+        if delivery not in self._factors:
+            with_base, engine = delivery == "base and factors", self._engine
+            source = PolicyFactors(engine, with_base=with_base)  # type: ignore[arg-type]
+            base = FrozenBase(engine)  # type: ignore[arg-type]
+            sender = self._own_sender().for_factors(source.parameters, base, with_base=with_base)
+            self._factors[delivery] = source, sender
+        return self._factors[delivery]
 
     def _own_sender(self) -> WeightSender:
         assert self.sender is not None, f"{self._role} publishes nothing"

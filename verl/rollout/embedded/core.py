@@ -15,8 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from verl.errors import Refused
-from verl.parameter_set import POLICY_SET, OfSet, ParameterSet, check_base, set_of
+from verl.parameter_set import POLICY_SET, ParameterSet, check_base, set_of
 from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, check_live
+from verl.rollout.embedded.policy_reader import PolicyReader
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
 from verl.wire import WireFormat
@@ -167,6 +168,7 @@ class EngineCore:
         self.runner = runner
         self.version = -1
         self.identity = ""  # of the full set; "": unknown
+        self._policy_has_factors = False
         self.sets: dict[str, int] = {}  # the versions of the LoRA sets on top of it, by id
         self.waiting: deque[ActiveRequest] = deque()
         self.running = RunningRequests(runner.max_rows, eos_token_ids, decode)
@@ -269,30 +271,56 @@ class EngineCore:
     def prepare(self, source: WeightReader) -> Callable[[], int]:
         """Read new weights, in any thread, while steps are run, and return a function that makes them live. Tokens
         sampled after that have the new version. Live rows keep their KV (stale by design)."""
-        switch = self.runner.prepare(source)
+        policy = self._policy(source)
+        switch = self.runner.prepare(policy) if policy.has_base else None
+        if switch is None:
+            policy.read_factors()
 
         def live() -> int:
-            switch()
-            return self._now(source)
+            if switch is not None:
+                switch()
+            return self._now(policy)
 
         return live
 
     def load(self, source: WeightReader) -> int:
         """Read new weights over the live ones while no step is run. If it fails the engine has no weights: nothing is
         sampled before a complete load."""
-        self.runner.load(source)
-        return self._now(source)
+        policy = self._policy(source)
+        if policy.has_base:
+            self.runner.load(policy)
+        else:
+            policy.read_factors()
+        return self._now(policy)
 
-    def _now(self, source: WeightReader) -> int:
-        """Record that the weights of `source` are live, drop the LoRA sets of the last ones, and return the version."""
+    def _policy(self, source: WeightReader) -> PolicyReader:
+        """Return a reader of the policy. Raise ValueError for factors without their base, if it is not the present
+        one."""
+        policy = PolicyReader(source)
+        if not policy.parameters.whole:
+            held = policy.identity or self.identity
+            check_base(policy.parameters, held, self.runner.lora_rank if isinstance(self.runner, TakesSets) else 0)
+        return policy
+
+    def _now(self, policy: PolicyReader) -> int:
+        """Make the factors of the policy live after its base, and return the version. LoRA sets of another base are
+        dropped."""
         assert self._launched is None, "a step is settled first"
-        assert not self.in_sets(), "requests of LoRA sets finish before their base changes"
-        for name in list(self.sets):
-            self.drop_set(name)
-        self.identity = source.identity if isinstance(source, OfSet) else ""
-        self.version = source.version
-        self._start_spans(POLICY_SET.id, source.version)
-        return source.version
+        if policy.has_base:
+            assert not self.in_sets(), "requests of LoRA sets finish before their base changes"
+            for name in list(self.sets):
+                self.drop_set(name)
+            self.identity = policy.identity
+        if not policy.parameters.whole:
+            assert isinstance(self.runner, TakesSets)
+            self.runner.add_set(policy.parameters, policy.factors)
+        elif self._policy_has_factors:
+            assert isinstance(self.runner, TakesSets)
+            self.runner.drop_set(POLICY_SET.id)
+        self._policy_has_factors = not policy.parameters.whole
+        self.version = policy.version
+        self._start_spans(POLICY_SET.id, policy.version)
+        return policy.version
 
     def load_set(self, source: WeightReader) -> int:
         """Read a version of a LoRA set and make it live. Later tokens of its requests have the new version."""
@@ -333,6 +361,8 @@ class EngineCore:
         self.running.remove(np.arange(self.running.n))
         self.waiting.extendleft(sorted(preempted, key=lambda request: -request.order))
         freed = self.runner.drop_kv()
+        if level >= 2:
+            self.identity = ""  # the next publish needs the base too
         return freed + self.runner.drop_weights() if level >= 2 else freed
 
     def stats(self) -> dict[str, int]:

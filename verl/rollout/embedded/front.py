@@ -55,14 +55,14 @@ class Control:
 
 
 class EmbeddedEngine(BaseEngine):
-    """A `RolloutEngine` in this process. Its event loop serves the calls while one thread runs the steps of the
-    core."""
+    """A `RolloutEngine` in this process. Its event loop serves calls while one thread runs the steps of the core."""
 
     def __init__(self, runner: Runner, context: RolloutContext, *, prefix_cache: bool, notes: tuple[str, ...]) -> None:
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
         self._runner, self._checks = runner, InputChecks(runner, decodes=context.decode is not None)
-        stops = context.decode is not None
-        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=stops, fp8=context.fp8)
+        traits = replace(
+            IN_PROCESS, prefix_cache=prefix_cache, stop_strings=context.decode is not None, fp8=context.fp8
+        )
         self._capabilities = capabilities_of(
             traits,
             max_context_tokens=context.max_context_tokens,
@@ -131,7 +131,7 @@ class EmbeddedEngine(BaseEngine):
         """Load weights. With `keep`, requests stop only for the switch: new weights are read into further memory while
         requests use the old ones. If no request can run, they are read over the old ones; after a failure the engine
         has no weights."""
-        if not set_of(source).whole:
+        if set_of(source).id != POLICY_SET.id:
             return await self._load_set(source, on_inflight)
         if on_inflight == "keep":
             return await (await self.prepare_weights(source))("keep")
@@ -278,6 +278,10 @@ class EmbeddedEngine(BaseEngine):
     def version(self) -> int:
         return self._core.version
 
+    @property
+    def base(self) -> str:
+        return self._core.identity
+
     def stats(self) -> dict[str, int]:
         """Return counters since construction, and the number of resident requests."""
         return self._core.stats()
@@ -409,8 +413,7 @@ class EmbeddedEngine(BaseEngine):
         return bool(self._inbox or self._aborts or self._closed or self._orphans or gave_up)
 
     async def _settle_inflight(self, mode: PauseMode, control: Control, what: str, name: str | None = None) -> None:
-        """Let running requests (with `name`: those of this LoRA set) finish, return or continue, as the mode
-        requires."""
+        """Let running requests (with `name`: those of this LoRA set) finish, return or continue, by the mode."""
         if mode not in ("keep", "wait", "abort"):
             raise ValueError(f"{mode!r}: what happens to running requests is one of 'keep', 'wait', 'abort'")
         if mode == "abort":

@@ -106,7 +106,7 @@ class HfRunner:
 
     def _with_set(self, name: str) -> AbstractContextManager[None]:
         """Return a context in which the module computes with this parameter set."""
-        if name == POLICY_SET.id:
+        if name == POLICY_SET.id and name not in self._sets:
             return nullcontext()
         assert self._module is not None
         parameters, factors = self._sets[name]

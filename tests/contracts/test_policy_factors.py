@@ -1,0 +1,235 @@
+"""Publishes of a policy with LoRA factors: base and factors once, then the factors alone; each is verified."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_weight_sync_contract import (  # noqa: F401 - fixtures of the same worlds
+    BACKENDS,
+    PROBES,
+    QUICK,
+    ROLLOUTS,
+    TOLERANCE,
+    Reads,
+    Replica,
+    World,
+    _fresh,
+    distance,
+    run,
+    trainer,
+    worlds,
+)
+
+from verl.driver.publisher import Publisher
+from verl.model_engine.lora_spec import LoraSpec
+from verl.model_engine.torch_engine import TorchEngine
+from verl.rollout.base import GenerateRequest, Sampling
+from verl.weight_sync.base import SyncError
+from verl.wire import AS_HELD
+
+KINDS = [kind for kind in ROLLOUTS if kind == "hf"]
+WHOLE = [name for name in BACKENDS if name in QUICK and "buckets" not in name] + ["tcp"]
+
+
+class FactorsWorld(World):
+    """A world whose policy is a frozen base with factors of rank 4. Replicas get the base when they lack it."""
+
+    def __init__(self, backend: str = "local", **more: Any) -> None:
+        settings = replace(trainer().settings, lora=LoraSpec(rank=4, alpha=8.0))
+        super().__init__(TorchEngine(copy.deepcopy(_fresh(True)), settings), backend, **more)
+
+    def publish(self, replicas, version: int, **more: Any) -> Any:
+        bare = not all(one.base for one in replicas)
+        self.actor.delivery = "base and factors" if bare else "factors"
+        return super().publish(replicas, version, **more)
+
+
+async def scores(replica) -> list[np.ndarray]:
+    return [await replica.score(ids) for ids in PROBES]
+
+
+def bytes_of(world: World, *, factors: bool) -> int:
+    named = world.engine.model.named_parameters()
+    return sum(p.nbytes for name, p in named if (".lora_" in name) == factors)
+
+
+@pytest.mark.parametrize("backend", WHOLE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_base_and_factors_once_then_the_factors_alone(backend, kind):
+    async def test():
+        world = FactorsWorld(backend)
+        replica = world.rollout(kind)
+        first = await world.publish([replica], 0)
+        assert first.num_bytes == bytes_of(world, factors=True) + bytes_of(world, factors=False)
+        before = await scores(replica)
+        for version in (1, 2):
+            await world.update()
+            report = await world.publish([replica], version, exclusive=version == 1)
+            assert report.num_bytes == bytes_of(world, factors=True) and report.changed and not report.alarms
+            assert report.canary_mean_abs < TOLERANCE and replica.version == version
+            assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+        assert distance(await scores(replica), before) > 0.05, "the factors matter"
+        await replica.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_engine_that_was_started_again_gets_the_base_too(kind):
+    async def test():
+        world = FactorsWorld()
+        first, second = world.rollout(kind), world.rollout(kind)
+        await world.publish([first], 0)
+        await world.update()
+        world.actor.delivery = "factors"
+        with pytest.raises(SyncError, match="the weights under it have no identity here"):
+            await World.publish(world, [second], 1)
+        await world.publish([first, second], 2)
+        for replica in (first, second):
+            assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+        await first.sleep(2)
+        await first.wake()
+        assert not first.base, "its weights are gone"
+        await world.publish([first, second], 3)
+        assert distance(await scores(first), world.logprobs()) < TOLERANCE
+        for replica in (first, second):
+            await replica.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_merged_version_replaces_base_and_factors(kind):
+    async def test():
+        world = FactorsWorld()
+        replica = world.rollout(kind)
+        await world.publish([replica], 0)
+        await world.update()
+        world.actor.delivery = "merged"
+        await World.publish(world, [replica], 1)
+        assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+        await world.update()
+        await World.publish(world, [replica], 2)
+        assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+        await replica.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_request_goes_on_under_later_factors_and_marks_its_versions(kind):
+    async def test():
+        world = FactorsWorld()
+        replica = world.rollout(kind)
+        await world.publish([replica], 0)
+        request = GenerateRequest("r", PROBES[0], Sampling(max_tokens=40, seed=1, ignore_eos=True))
+        answering = asyncio.create_task(replica.generate(request))
+        await asyncio.sleep(0.01)
+        await world.update()
+        await world.publish([replica], 1, on_inflight="keep", exclusive=False)
+        found = await answering
+        assert [version for version, _, _ in found.spans] in ([0, 1], [0], [1]) and found.parameters == "policy"
+        assert (await replica.generate(replace(request, id="s"))).spans == ((1, 0, 40),)
+        await replica.close()
+
+    run(test)
+
+
+class Changed(Replica):
+    """A replica that is handed other factors than were sent, by `change` of the reader."""
+
+    def __init__(self, inner: Any, change: Any) -> None:
+        super().__init__(inner)
+        self.change = change
+
+    async def load_weights(self, source, *, on_inflight="wait"):
+        return await self.inner.load_weights(self.change(source), on_inflight=on_inflight)
+
+
+def zeroed(source: Any) -> Any:
+    """The adapter is dropped."""
+    return Reads(source, lambda tensors: ((n, torch.zeros_like(t) if "lora_B" in n else t) for n, t in tensors))
+
+
+def halved(source: Any) -> Any:
+    """Half of the targets keep what they had at first."""
+    return Reads(source, lambda tensors: ((n, t * 0 if "lora_B" in n and "layers.1" in n else t) for n, t in tensors))
+
+
+def doubled(source: Any) -> Any:
+    """Another alpha."""
+    found = Reads(source, lambda tensors: tensors)
+    found.parameters = replace(source.parameters, scale=2 * source.parameters.scale)
+    return found
+
+
+def of_another_base(source: Any) -> Any:
+    found = Reads(source, lambda tensors: tensors)
+    found.parameters = replace(source.parameters, base="another")
+    return found
+
+
+class Stale:
+    """Hands over the factors of the version before."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, torch.Tensor] = {}
+
+    def __call__(self, source: Any) -> Any:
+        def change(tensors):
+            for name, tensor in tensors:
+                yield name, self.before.get(name, tensor)
+                self.before[name] = tensor.clone()
+
+        return Reads(source, change)
+
+
+FAULTS = {"dropped": zeroed, "half": halved, "stale": Stale, "other base": of_another_base, "alpha doubled": doubled}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_factors_that_do_not_act_as_they_were_trained_are_caught(kind, fault):
+    async def test():
+        world = FactorsWorld()
+        change = FAULTS[fault]() if fault == "stale" else FAULTS[fault]
+        replica = Changed(world.rollout(kind), change if fault == "stale" else lambda source: source)
+        await world.publish([replica], 0)
+        replica.change = change
+        for _ in range(3):
+            await world.update()
+        text = "belongs to the weights another" if fault == "other base" else "log-probs of the canary differ"
+        with pytest.raises(SyncError, match=text):
+            await world.publish([replica], 1)
+        await replica.close()
+
+    run(test)
+
+
+def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
+    def able(rank: int, lora_policy: bool = True) -> Any:
+        return SimpleNamespace(lora_policy=lora_policy, lora_rank=rank, in_flight_update=True, weights=AS_HELD)
+
+    def delivery(rank: int, bases: list[str], *ables: Any) -> str:
+        given: dict[str, Any] = dict.fromkeys(("engine", "waits", "note", "published", "lora"))
+        made = Publisher(
+            **given, trainer=SimpleNamespace(), timeout_s=1.0, exclusive=True, partial_rollout=False,
+            replicas=[SimpleNamespace(base=base) for base in bases], trained_rank=rank,
+        )  # fmt: skip
+        for one in ables:
+            made.join(one)
+        made._requested = len(bases)
+        return made._delivery()
+
+    assert delivery(8, [""], able(64)) == "base and factors"
+    assert delivery(8, ["w", ""], able(64), able(64)) == "base and factors"
+    assert delivery(8, ["w", "w"], able(64), able(64)) == "factors"
+    assert delivery(8, ["w", "w"], able(64), able(4)) == "merged"
+    assert delivery(8, ["w"], able(64, lora_policy=False)) == "merged"

@@ -1,0 +1,47 @@
+"""Reads a publish of the policy whose weights are a base and LoRA factors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from verl.parameter_set import OfSet, set_of
+from verl.rollout.base import WeightReader
+
+
+class PolicyReader:
+    """The weights of a publish without the LoRA factors of the policy, which are kept aside (`WeightReader`)."""
+
+    def __init__(self, source: WeightReader) -> None:
+        self._source, self.parameters = source, set_of(source)
+        self.version = source.version
+        self.identity = source.identity if isinstance(source, OfSet) else ""
+        self._names = {name for module in self.parameters.targets for name in self.parameters.factors(module)}
+        self.factors: dict[str, Tensor] = {}
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return self._source.seconds
+
+    @property
+    def passes(self) -> bool:
+        return self._source.passes
+
+    @property
+    def has_base(self) -> bool:
+        """True if the publish has a full set: all weights of the policy, or the base under its factors."""
+        return self.parameters.whole or bool(self.identity)
+
+    def tensors(self) -> Iterator[tuple[str, object]]:
+        for name, tensor in self._source.tensors():
+            if name in self._names:
+                assert isinstance(tensor, Tensor)
+                self.factors[name] = tensor.detach().clone()
+            else:
+                yield name, tensor
+
+    def read_factors(self) -> None:
+        """Read a publish of the factors alone."""
+        strange = [name for name, _ in self.tensors()]
+        assert not strange, f"weights of the base among the factors alone: {strange[:3]}"
