@@ -34,7 +34,7 @@ from verl.rollout.base import GenerateRequest, Sampling
 from verl.weight_sync.base import SyncError
 from verl.wire import AS_HELD
 
-KINDS = [kind for kind in ROLLOUTS if kind == "hf"]
+KINDS = list(ROLLOUTS)
 WHOLE = [name for name in BACKENDS if name in QUICK and "buckets" not in name] + ["tcp"]
 
 

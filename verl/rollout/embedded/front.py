@@ -159,7 +159,7 @@ class EmbeddedEngine(BaseEngine):
                     await self._tear(e)
                 raise
             paused_s = time.perf_counter() - began
-            source.seconds |= {"load": read_s + paused_s - source.seconds.get("transfer", 0.0), "pause": paused_s}
+            source.seconds.update(load=read_s + paused_s - source.seconds.get("transfer", 0.0), pause=paused_s)
             return live
 
         return await self._control(run)

@@ -200,11 +200,14 @@ class NativeRunner:
 
     def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
         moved = self._sets.add(parameters, tensors)
+        if parameters.id == POLICY_SET.id:  # the policy's rows go on with its factors
+            self._row_sets[self._row_sets == NO_SET] = self._sets.number(parameters.id)
         self._forget_prompts(parameters.id)
         if self._paged is not None and moved:
             self._paged.forget()
 
     def drop_set(self, name: str) -> None:
+        self._row_sets[self._row_sets == self._sets.number(name)] = NO_SET
         self._sets.drop(name)
         self._forget_prompts(name)
 
