@@ -428,6 +428,18 @@ MUTANTS = (
     Mutant("nn/tensor_parallel.py", "else out + bias", "else out + 2 * bias", RANKS),
     Mutant("nn/tensor_parallel.py", "if 0 <= local < self._slice else None", "", RANKS),
     Mutant("nn/tensor_parallel.py", "[Partial()] if", "[Replicate()] if", RANKS),
+    Mutant("nn/tensor_parallel.py", '(_COLUMNS, "lora_A"), ', "", RANKS),
+    Mutant("nn/tensor_parallel.py", ', (_ROWS, "lora_B")', "", RANKS),
+    Mutant(
+        "model_engine/sharded.py",
+        "self.local.with_factors(name, self.local.delivered(name, sharded.get(name)))",
+        "self.local.delivered(name, sharded.get(name))",
+        RANKS,
+    ),
+    Mutant(
+        "model_engine/sharded.py", "assert torch.equal(now, then)", "assert 1", "tests/distributed/test_parts_sync.py"
+    ),
+    Mutant("model_engine/pipeline.py", "and self.lora is None", "", RANKS),
     Mutant("nn/linear_logprob.py", "(share * (next(of_ranks) - log_share))", "(share * next(of_ranks))", RANKS),
     Mutant("nn/linear_logprob.py", "d if here is None else d * here[at, None]", "d", RANKS),
     Mutant("nn/expert_parallel.py", "if len(x) == 0:", "if False:", RANKS),

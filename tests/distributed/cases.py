@@ -25,7 +25,9 @@ from transformers import (
 
 from verl.batch import Batch, select_rows, unshare, without_weight
 from verl.driver.dispatch import shares
+from verl.model_engine.hf_parts import part_and_place
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.pipeline import PipelinedEngine
 from verl.model_engine.settings import EngineSettings
@@ -55,6 +57,7 @@ EXPERTS = "qwen3, experts"  # MODELS of every layout, and this for those that sp
 MODELS[EXPERTS] = lambda: Qwen3MoeForCausalLM(
     Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
 )
+LORA = ", LoRA"  # the end of the name of a model that is trained by its factors
 HEADS = {"actor": "lm", "reference": "lm", "critic": "value", "reward_model": "score"}
 OUTPUTS = {"reference": ("logprobs", "entropy", "sum_pi_squared"), "reward_model": ("scores",)}
 TAUGHT = ("gkd", "gkd_topk")
@@ -65,7 +68,7 @@ BUDGET = 60  # tokens of a pass: several passes on every rank
 @cache
 def model(name: str) -> Any:
     torch.manual_seed(0)
-    return MODELS[name]()
+    return MODELS[name.removesuffix(LORA)]()
 
 
 def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEngine:
@@ -73,6 +76,8 @@ def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEn
     trained = role in ("actor", "critic", *TAUGHT)
     if role in TAUGHT:
         given["teacher"] = TEACHER
+    if name.endswith(LORA):  # of a rank that 2, 3 and 4 processes cannot share equally
+        given["lora"] = LoraSpec(rank=5, alpha=10.0)
     generator = torch.Generator().manual_seed(1)
     settings: dict[str, Any] = dict(
         head=HEADS.get(role, "lm"),
@@ -84,9 +89,20 @@ def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEn
     )
     own = copy.deepcopy(model(name))
     if layout is None:
-        return TorchEngine(own, EngineSettings(**settings | given))
+        return with_random_factors(TorchEngine(own, EngineSettings(**settings | given)))
     kind = PipelinedEngine if layout.pipeline > 1 else ShardedEngine
-    return kind(own, EngineSettings(**settings | given), layout=layout)
+    return with_random_factors(kind(own, EngineSettings(**settings | given), layout=layout))
+
+
+@torch.no_grad()
+def with_random_factors(e: TorchEngine) -> TorchEngine:
+    """The engine with factors B that are not 0, else the factors A would have no gradient."""
+    for name, p in e.model.named_parameters():
+        if name.endswith("lora_B"):
+            mine, index = part_and_place(p)
+            generator = torch.Generator().manual_seed(len(name))
+            mine.copy_(torch.randn(p.shape, generator=generator)[index] * 0.1)
+    return e
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import EXPERTS, HEADS, MODELS, SIZES, Case, differences, engine, on_rank, one_process, share, together
+from cases import EXPERTS, HEADS, LORA, MODELS, SIZES, Case, differences, engine, on_rank, one_process, share, together
 from forked import run
 from test_split import VOCAB
 from torch import Tensor
@@ -117,6 +117,37 @@ def test_every_layout_gives_what_one_process_gives(layout, shared, role, idle):
         found = together(case, run(at.world_size, lambda rank: on_rank(case, rank)))
         wrong = differences(found, expected)
         assert not wrong, (name, wrong)
+
+
+WITH_LORA = ("DP", "FSDP, three", "HSDP", "TP", "FSDP x TP", "SP", "CP", "FSDP x EP", "TP x EP", "PP", "TP x PP")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS if FULL else WITH_LORA)
+def test_factors_of_lora_get_the_gradients_of_one_process(layout):
+    """All else is frozen, in the same groups of FSDP. A critic's head is trained too."""
+    at, role = LAYOUTS[layout], "critic" if layout in ("HSDP", "PP") else "actor"
+    sparse = at.expert > 1
+    case = Case(at, role, model=(EXPERTS if sparse else "qwen3, tied" if at.pipeline > 1 else "llama, biases") + LORA)
+    given = {} if sparse else {"dtype": "float64"}  # in which transformers cannot compute experts
+    expected = one_process(case, **given)
+    assert all(t.abs().max() > 0 for t in expected.values()), "a test of zeros proves nothing"
+    trained = {n for n in expected if "." in n}
+    assert len(trained) == 2 * (8 if sparse else 14) + 2 * (role == "critic")
+    assert all(n.endswith(("lora_A", "lora_B")) or n.startswith("value_head") for n in trained)
+    found = together(case, run(at.world_size, lambda rank: on_rank(case, rank, **given)))
+    wrong = differences(found, expected, rtol=1e-5 if sparse else 1e-6)
+    assert not wrong, wrong
+
+
+def test_factors_that_saw_their_own_slice_alone_are_seen(monkeypatch):
+    case = Case(LAYOUTS["TP"], model="llama, biases" + LORA)
+    expected = one_process(case)
+    for style, factor in tensor_parallel._PARTIAL:
+        with monkeypatch.context() as patch:
+            patch.setattr(tensor_parallel, "_PARTIAL", tensor_parallel._PARTIAL - {(style, factor)})
+            found = run(2, lambda rank: on_rank(case, rank)["whole"])
+        wrong = differences(found[0], {n: expected[n] for n in found[0]}, rtol=1e-2)
+        assert wrong and all(factor in line for line in wrong), wrong
 
 
 FAMILIES = {

@@ -18,12 +18,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import EXPERTS, engine
+from cases import EXPERTS, LORA, engine
 from far_hosts import all_of, host
 from forked import run
 from fsspec.implementations.local import LocalFileSystem
 
 from verl.model_engine.layout import Layout
+from verl.model_engine.sharded import part_of_rank
 from verl.weight_sync import collective, disk, nixl, objects, shm, tcp
 from verl.weight_sync.base import CheckedReader, SyncError, checksum, open_stream, with_whole_checksums
 from verl.weight_sync.sender import WeightSender
@@ -41,6 +42,8 @@ LAYOUTS = {
     "stages of two": ("llama, biases", Layout(world_size=4, pipeline=2)),
     "tokens": ("qwen3, tied", Layout(world_size=2, sequence=2)),
     "experts": (EXPERTS, Layout(world_size=4, expert=2)),
+    "slices of factors": ("llama, biases" + LORA, Layout(world_size=6, tensor=2)),
+    "stages of factors": ("qwen3, tied" + LORA, Layout(world_size=4, pipeline=2)),
 }
 PROBES = [np.arange(2, 12)]
 
@@ -80,6 +83,7 @@ def test_parts_make_the_version_that_one_rank_gathers(
         made.weights = lambda: pytest.fail("a rank gathers")
         found = []
         for version in range(2):
+            made.published(version)
             sent = sender.send(made, version, PROBES, copy=False, first=rank == 0)
             if sent is None:
                 continue
@@ -194,6 +198,7 @@ def test_slices_of_several_hosts_make_the_version_that_one_process_stages(
         sender.set_format(form)
         for version in range(3):
             whole = {n: t.clone() for n, t in made.weights()}
+            made.published(version)
             with monkeypatch.context() as alone:
                 alone.setattr(made, "weights", lambda: pytest.fail("a rank gathers"))
                 sent = sender.send(made, version, PROBES, copy=False, first=rank == 0)
@@ -242,6 +247,42 @@ def test_slices_of_several_hosts_make_the_version_that_one_process_stages(
         assert sum(np.prod([b - a for a, b in s.spans]) for s in manifests[0][name].slices) == np.prod(
             expected[name].shape
         )
+
+
+def test_a_part_without_the_present_factors_is_delivered_by_no_rank() -> None:
+    """Shapes are read at any time, on one rank alone. The tensors want the factors of all ranks."""
+
+    def read(rank: int) -> tuple[int, list[str]]:
+        made, faults = engine("qwen3, tied" + LORA, "actor", Layout(world_size=2)), []
+
+        def parts() -> dict[str, torch.Tensor]:
+            return {part.name: part.mine() for part in made.weight_parts() if part.mine is not None}
+
+        def refused() -> None:
+            with pytest.raises(AssertionError) as error:
+                parts()
+            faults.append(str(error.value))
+
+        shapes = [part.shape for part in made.weight_parts()] if rank else []
+        refused()
+        made.published(0)
+        before = parts()
+        with torch.no_grad():
+            part_of_rank(made.model.model.layers[0].mlp.up_proj.lora_A).add_(1.0)
+        refused()
+        made.published(1)
+        after, whole = parts(), dict(made.weights())
+        changed = [name for name in before if not torch.equal(before[name], after[name])]
+        assert changed == ["model.layers.0.mlp.up_proj.weight"]
+        for part in made.weight_parts():
+            assert part.mine is None or torch.equal(part.mine(), whole[part.name][part.index])
+        return len(shapes), faults
+
+    for number, faults in zip((0, 24), run(2, read), strict=True):
+        assert number == faults[0], faults
+        first, second = faults[1]
+        assert re.match(r"model.layers.0.self_attn.q_proj.lora_A was not gathered", first), first
+        assert re.match(r"model.layers.0.mlp.up_proj.lora_A has changed since", second), second
 
 
 HARMS = {
@@ -313,7 +354,7 @@ def test_slices_that_are_no_version_are_an_error_of_every_rank(harm: str, monkey
                 if part.name != "model.norm.weight" or harm not in ("missing", "twice", "moved"):
                     yield part
                 elif harm == "moved":  # over the slice of the other rank
-                    yield replace(part, index=(slice(0, len(part.mine)),))
+                    yield replace(part, index=(slice(0, len(part.mine())),))
                 else:
                     yield from [replace(part, mine=None)] if harm == "missing" else [part, part]
 

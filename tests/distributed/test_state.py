@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import EXPERTS, SIZES, Case, differences, engine, on_rank, one_process, share, together
+from cases import EXPERTS, LORA, SIZES, Case, differences, engine, on_rank, one_process, share, together
 from forked import run, tensor_bytes
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -57,16 +57,22 @@ def weights(e: Any) -> dict[str, torch.Tensor]:
     return {name: t.clone() for name, t in e.weights()}
 
 
+def exported(e: Any) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in e.exported()}
+
+
+@pytest.mark.parametrize("kind", ["", LORA])
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_updates_agree_for_every_number_of_ranks(role):
+def test_updates_agree_for_every_number_of_ranks(role, kind):
+    """Under LoRA the weights have the factors merged."""
     for name in LAYOUTS if FULL or role == "actor" else ("two", "stages"):
         layout = LAYOUTS[name]
-        case = Case(layout, role, model="llama, biases" if name == "two" else "qwen3, tied")
-        expected = weights(steps(case, None, 2, engine(case.model, role, None, **EXACT)))
+        case = Case(layout, role, model=("llama, biases" if name == "two" else "qwen3, tied") + kind)
+        expected = weights(steps(case, None, 3, engine(case.model, role, None, **EXACT)))
         start = weights(engine(case.model, role, None, **EXACT))
         assert max(float((expected[n] - w).abs().max()) for n, w in start.items()) > 1e-3, "nothing was learned"
         found = run(
-            layout.world_size, lambda rank: weights(steps(case, rank, 2, engine(case.model, role, layout, **EXACT)))
+            layout.world_size, lambda rank: weights(steps(case, rank, 3, engine(case.model, role, layout, **EXACT)))
         )
         for theirs in found:
             assert not differences(theirs, expected, rtol=1e-9), name
@@ -113,22 +119,24 @@ CONTINUED = {
     },
     "critic": {"none": ("two", "stages"), "two": ("none",), "stages": ("none", "stages of two")},
     # a head of one row, of which a rank has nothing
+    LORA: {"two": ("none", "four"), "slices": ("stages",), "stages of two": ("two",), "none": ("slices",)},
 }
-"""By role: the layout that wrote, and the layout that continues."""
+"""By role, or of factors: the layout that wrote, and the layout that continues."""
 if not FULL:  # every kind writes and is read
     CONTINUED = {
         "actor": {"none": ("four",), "four": ("stages of two",), "slices": ("none",), "stages of two": ("two",)},
         "critic": {"none": ("stages",), "stages": ("none",)},
+        LORA: {"none": ("slices",), "two": ("none", "four"), "stages of two": ("two",)},
     }
 
 
-@pytest.mark.parametrize("role", CONTINUED)
-def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
+@pytest.mark.parametrize("what", CONTINUED)
+def test_a_checkpoint_of_any_world_continues_on_any_other(what, tmp_path):
     """Two steps, a checkpoint, two more steps: the weights are those of four steps in one process, for any layouts that
     write and read."""
-    name = "qwen3, tied"
+    role, name = ("actor", "qwen3, tied" + LORA) if what == LORA else (what, "qwen3, tied")
     expected = weights(steps(Case(ONE, role), None, 4, engine(name, role, None, **EXACT)))
-    for writer, readers in CONTINUED[role].items():
+    for writer, readers in CONTINUED[what].items():
         written, layout = tmp_path / writer, LAYOUTS.get(writer)
 
         def write(rank: int | None) -> None:
@@ -137,6 +145,7 @@ def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
         run(layout.world_size, write) if layout else write(None)
         assert len([*written.glob("*.safetensors")]) == (layout.world_size if layout else 1), "every rank writes"
         assert tensor_names(written) == tensor_names(tmp_path / "none")
+        assert all((what == LORA) == ("lora_" in tensor) for tensor in tensor_names(written))
         for reader in readers:
             theirs = LAYOUTS.get(reader)
 
@@ -150,12 +159,13 @@ def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
             assert not differences(found, expected, rtol=1e-9), (writer, reader)
 
 
-KEPT = ("none", "two", "slices and experts", "stages of experts")
+KEPT = ("none", "two", "slices and experts", "stages of experts", "stages" + LORA, "slices" + LORA)
 
 
 @pytest.mark.parametrize("name", (*KEPT, "slices of two", "experts", "stages") if FULL else KEPT)
 def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
-    """The state at its moment, in a checkpoint and under Hugging Face names; collectives of both do not mix."""
+    """The state at its moment, in a checkpoint and as the exported folder has it, under Hugging Face or PEFT's names;
+    collectives of both do not mix."""
     layouts = {
         "slices of two": Layout(world_size=4, tensor=2),
         "experts": Layout(world_size=4, expert=2),
@@ -163,8 +173,8 @@ def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
         "stages of experts": Layout(world_size=4, pipeline=2, expert=2),
         **LAYOUTS,
     }
-    layout = layouts.get(name)
-    built, given = ("qwen3, tied", "actor"), EXACT
+    layout = layouts.get(name.removesuffix(LORA))
+    built, given = ("qwen3, tied" + LORA * name.endswith(LORA), "actor"), EXACT
     if "experts" in name:
         built, given = (EXPERTS, "actor"), {}  # in float64 transformers cannot compute them
     case = Case(layout or ONE, model=built[0])
@@ -172,20 +182,20 @@ def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
     def train(rank: int | None) -> Any:
         e = steps(case, rank, 2, engine(*built, layout, **given))
         for number in range(2):  # groups are made once
-            kept, then = e.snapshot(), weights(e)
+            kept, then = e.snapshot(), exported(e)
             with ThreadPoolExecutor(1) as pool:
                 written = pool.submit(lambda: (kept.save(tmp_path / str(number)), dict(kept.weights()))[1])
                 steps(case, rank, 2, e)
                 found = written.result(60)
-        return then, found, weights(e)
+        return then, found, exported(e)
 
     for then, found, now in run(layout.world_size, train) if layout else [train(None)]:
         assert then.keys() == found.keys() and all(torch.equal(found[n], w) for n, w in then.items())
-        assert not torch.equal(now["model.norm.weight"], then["model.norm.weight"])
+        assert not torch.equal(now[[*now][-1]], then[[*then][-1]])
     again = engine(*built, None, **given)
     again.load(tmp_path / "1")
-    assert again.optimizer_step == 4 and not differences(weights(again), then, rtol=1e-12)
-    assert not differences(weights(steps(case, None, 2, again)), now, rtol=1e-9 if given else 1e-3)
+    assert again.optimizer_step == 4 and not differences(exported(again), then, rtol=1e-12)
+    assert not differences(exported(steps(case, None, 2, again)), now, rtol=1e-9 if given else 1e-3)
 
 
 def test_what_one_rank_cannot_write_fails_on_all_and_the_next_save_works(tmp_path):
@@ -225,7 +235,8 @@ def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(rol
     probes = [np.arange(2, 12), np.arange(5, 9)]
     layouts = (TWO, Layout(world_size=2, tensor=2), Layout(world_size=2, sequence=2), LAYOUTS["stages"])
     for i, layout in enumerate(layouts):
-        for model in MODELS if FULL else [MODELS[(i + len(role)) % 2]]:
+        every = (*MODELS, MODELS[1] + LORA)
+        for model in every if FULL else [MODELS[(i + len(role)) % 2], *every[2:][: role == "actor"]]:
             alone = engine(model, role, None)
 
             def prove(rank: int, model: str = model, layout: Layout = layout) -> Any:
@@ -254,14 +265,16 @@ def test_weights_leave_whole_under_their_own_names_and_ties_are_kept():
         sent = sender.send(e, 0, probes, copy=True)
         return sent.source.manifest, sent.num_bytes, sent.probed.logprobs
 
-    for model in ("qwen3, tied", "llama, biases"):
+    for model in ("qwen3, tied", "llama, biases", "qwen3, tied" + LORA):
         expected = publish(engine(model, "actor", None), 0)
         for layout in (TWO, LAYOUTS["stages"]):
             made = lambda rank, layout=layout, model=model: engine(model, "actor", layout)  # noqa: E731
             found = run(2, lambda rank: publish(made(rank), rank))[0]
             assert found[:2] == expected[:2] and np.allclose(found[2], expected[2], atol=1e-5)
             assert [*found[0]] == [*expected[0]]
-            assert model != "qwen3, tied" or found[0]["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+            assert (
+                not model.startswith("qwen3, tied") or found[0]["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+            )
 
 
 class _Outlet:

@@ -114,7 +114,8 @@ def same_run(one: Path, two: Path, step: int) -> list[str]:
             a, b = first[number].get(name), second[number].get(name)
             if (a is None) != (b is None) or (a is not None and a != pytest.approx(b, rel=1e-4)):
                 wrong.append(f"{name} of step {number}: {a} and {b}")
-    a, b = (load_file(run / f"checkpoints/step_{step}/hf/model.safetensors") for run in (one, two))
+    folders = [run / f"checkpoints/step_{step}/hf" for run in (one, two)]
+    a, b = (load_file(next(folder.glob("*model.safetensors"))) for folder in folders)
     assert a.keys() == b.keys()
     wrong += [name for name in a if not torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-6)]
     return wrong
@@ -124,13 +125,15 @@ def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(t
     """The ranks of one torchrun, and (SFT) of one on each of two nodes that share a folder."""
     rows, paired = conversations(tmp_path / "rows.jsonl"), pairs(tmp_path / "pairs.jsonl")
     cases = {"sft": (rows, ()), "rm": (paired, ("parallel.pipeline=2",)), "dpo": (paired, ())}
+    cases["rm of factors"] = cases["rm"]
     if not os.environ.get("FULL_GRID"):
         del cases["dpo"]  # it has pairs, as the reward model has, which has stages too
     failed = []
-    for verb, (data, layout) in cases.items():
+    for what, (data, layout) in cases.items():
+        verb, factors = what.partition(" ")[0], ["model.lora.rank=5"] * what.endswith("factors")
         for name in ("one", "two"):
             cache = f"data.cache_dir={tmp_path / f'cache_{name}'}"
-            args = command(verb, tmp_path / verb, tiny_model, data, f"run.name={name}", cache)
+            args = command(verb, tmp_path / what, tiny_model, data, f"run.name={name}", cache, *factors)
             if name == "one":
                 assert main(args) == 0
             elif verb == "sft":
@@ -144,8 +147,8 @@ def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(t
                 assert process.returncode == 0, said
             if name == "two":
                 assert said.count("3 steps in") == 1 and said.count("step 1/3") == 1, said
-        one, two = tmp_path / verb / "one", tmp_path / verb / "two"
-        failed += [f"{verb}: {what}" for what in same_run(one, two, 3)]
+        one, two = tmp_path / what / "one", tmp_path / what / "two"
+        failed += [f"{what}: {wrong}" for wrong in same_run(one, two, 3)]
         shards = sorted(p.name for p in (two / "checkpoints/step_3/state/trainer").glob("*.safetensors"))
         assert len(shards) == 2, shards
         files = [

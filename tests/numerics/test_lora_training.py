@@ -161,7 +161,7 @@ def test_published_weights_are_the_base_with_the_product_of_the_factors(family):
     found = [e.infer(batch, ("logprobs",))["logprobs"] for e in (ours, plain, engine(model))]
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
     assert (found[0] - found[2]).abs().max() > 0.05, "the factors matter"
-    parts = {part.name: part.mine for part in ours.weight_parts()}
+    parts = {part.name: part.mine() for part in ours.weight_parts()}
     assert all(torch.equal(parts[name], weight) for name, weight in ours.weights())
     probes = [torch.arange(1, 12).numpy()]
     own, theirs = (e.own_logprobs(probes, "float32")[0] for e in (ours, plain))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -156,8 +156,8 @@ class WeightPart:
     shape: tuple[int, ...]
     """The shape of the whole tensor."""
     dtype: torch.dtype
-    mine: Tensor | None
-    """The part that this rank delivers, in its own storage; None: other ranks deliver the tensor."""
+    mine: Callable[[], Tensor] | None
+    """Returns the part that this rank delivers; None: other ranks deliver the tensor."""
     index: tuple[slice, ...]
     """The position of `mine` in the whole tensor."""
 
@@ -165,7 +165,7 @@ class WeightPart:
 def whole_part(name: str, tensor: Tensor) -> WeightPart:
     """Return the part of a rank that holds the whole tensor."""
     whole = tuple(slice(0, size) for size in tensor.shape)
-    return WeightPart(name, tuple(tensor.shape), tensor.dtype, tensor.detach(), whole)
+    return WeightPart(name, tuple(tensor.shape), tensor.dtype, tensor.detach, whole)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +228,8 @@ class Trains(Protocol):
 
     def published(self, version: int) -> None:
         """Record that the present weights are this version. A lagging copy of them (`OptimSpec`) is updated if it is
-        due, once per version, also if a resumed run publishes its version again."""
+        due, once per version, also if a resumed run publishes its version again. All ranks call this before they read
+        the tensors of `weight_parts`, and exchange here what these depend on."""
         ...
 
 
@@ -241,7 +242,8 @@ class Publishes(Protocol):
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Yield this rank's part of every tensor of `weights`, in their order, on every rank, without any exchange
-        between ranks. The parts of all ranks cover each tensor once. They are valid inside `awake`."""
+        between ranks. The parts of all ranks cover each tensor once. Their tensors are valid inside `awake`, until the
+        weights change."""
         ...
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from verl.config.cluster import placed_roles
 from verl.config.model_files import describe_model, read_model_config, text_config
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
-from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.options import EXPERT_PLANS, PIPELINE_PLANS, TENSOR_PLANS, cannot
 from verl.workers.pools import Pool
 
@@ -25,8 +24,6 @@ def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str
     if config.cluster.backend == "inproc":
         yield "model.engine=sharded with cluster.backend=inproc: this process has no others; set model.engine=torch"
         return
-    if trained_by(config.model.lora) is not None:
-        yield "model.lora with model.engine=sharded: LoRA is trained in one process; leave it out, or use one rank"
     layout = layout_of(config)
     if layout.world_size == 1:
         yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"

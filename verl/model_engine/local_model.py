@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -124,7 +126,7 @@ class LocalModel:
     def weight_parts(self) -> Iterator[WeightPart]:
         """Yield the parts of `Publishes.weight_parts`."""
         named = ((name, tensor) for name, tensor in self.named_weights() if tensor is not None)
-        return (whole_part(name, self.with_factors(name, tensor.detach())) for name, tensor in named)
+        return (replace(whole_part(n, t), mine=partial(self.with_factors, n, t.detach())) for n, t in named)
 
     def parts_of(self, named: Iterable[tuple[str, Tensor | None]]) -> Iterator[WeightPart]:
         """Yield this rank's parts of these parameters, without the factors of LoRA merged."""
@@ -142,6 +144,10 @@ class LocalModel:
 
     def _whole_factor(self, name: str) -> Tensor:
         return self.whole(self.model.get_parameter(name))
+
+    def gather_factors(self) -> None:
+        """Gather the factors of LoRA with which this process's parts of the weights are merged. All ranks call this
+        before the tensors of `weight_parts` are read."""
 
     def factors_merged(self) -> AbstractContextManager[None]:
         """Return a context in which the model does not add the factors of LoRA, since its weights have them."""

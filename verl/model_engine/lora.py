@@ -99,25 +99,27 @@ class LoraLayers:
     def merged(self, name: str, weight: Tensor, factors: Callable[[str], Tensor], index: Index | None = None) -> Tensor:
         """Return a weight of the model with the product of its factors added; the weight itself if it has none.
 
-        weight: a float32 tensor, or the part at `index` of it · factors: returns a whole factor by its name"""
+        weight: a tensor of the masters, or the part at `index` of it · factors: returns a whole factor by its name
+
+        For a part too the whole product is computed, and B is scaled before it. A part then has the bits that it has in
+        the whole tensor: those of a product of matrices depend on their sizes, those of a sum do not."""
         module = name.removesuffix(".weight")
         if module == name or module not in self._targets:
             return weight
-        a, b = factors(f"{module}.{A}").float(), factors(f"{module}.{B}").float()
-        turned = name in self._turned
-        rows, columns = (slice(None), slice(None)) if index is None else index[::-1] if turned else index
-        product = b[rows] @ a[:, columns]
-        return torch.add(weight, product.T if turned else product, alpha=self.parameters.scale)
+        a, b = (factors(f"{module}.{factor}").to(weight.dtype) for factor in (A, B))
+        product = (b * self.parameters.scale) @ a
+        product = product.T if name in self._turned else product
+        return weight + (product if index is None else product[index])
 
     @property
     def _targets(self) -> frozenset[str]:
         return frozenset(self.parameters.targets)
 
     def factors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B."""
+        """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B; None: it has no value."""
         for module in self.parameters.targets:
             for name, own in zip((A, B), self.parameters.factors(module), strict=True):
-                yield own, named[f"{module}.{name}"]
+                yield own, named.get(f"{module}.{name}")
 
     @property
     def of_policy(self) -> ParameterSet:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.batch import Batch, part_of
+from verl.checkpoint.adapter_export import SCORE
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.errors import Refused
 from verl.model_engine.base import StepOutput, WeightPart
@@ -56,7 +57,8 @@ class StageModel(ShardedModel):
         self._know_the_whole(owners(self.model, stages))
         cut(self.model, self.value_head, self.stage, stages)
         self.column = column_of(self.layout, range(count))
-        self.ends = column_of(self.layout, (0, self.last_stage)) if self._whole_tied else None
+        trained_twice = self._whole_tied and self.lora is None
+        self.ends = column_of(self.layout, (0, self.last_stage)) if trained_twice else None
         super()._place()
 
     def _know_the_whole(self, owner: Mapping[str, int]) -> None:
@@ -67,6 +69,9 @@ class StageModel(ShardedModel):
         every = {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}
         self._weights = {name: _Weight(owner[name], t.shape, t.dtype) for name, t in every.items()}
         self._weights[SCORE_WEIGHT] = _Weight(self.last_stage, torch.Size((1, self.hidden_size)), torch.float32)
+        if self.lora is not None:  # as they are exported
+            factors = self.lora.factors({name: self._weights[name] for name in self.lora.names})
+            self._weights |= dict(factors) | {SCORE: self._weights[SCORE_WEIGHT]}
 
     @property
     def is_last(self) -> bool:
@@ -101,6 +106,10 @@ class StageModel(ShardedModel):
         group = self.column if on_host is None else on_host.get_group("pipeline")
         dist.broadcast(whole, group=group, group_src=weight.stage)
         return whole
+
+    def _whole_factor(self, name: str) -> Tensor:
+        here = self._weights[name].stage == self.stage
+        return self.delivered(name, self.model.get_parameter(name) if here else None)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         for name, tensor in self.named_weights():
@@ -172,7 +181,8 @@ class StagePasses(ShardedPasses):
                 self._meet_copies(i == len(parts) - 1)
                 came, out = flying.popleft()
                 d_out = None if self.local.is_last else self._back.receive(out.shape, out.dtype, out.device)
-                torch.autograd.backward(out, d_out)
+                if out.requires_grad:  # a first stage may have no factor of LoRA
+                    torch.autograd.backward(out, d_out)
                 if came is not None:
                     assert came.grad is not None
                     self._back.send(came.grad)

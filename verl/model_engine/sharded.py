@@ -26,9 +26,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from verl.batch import Batch, exactly
 from verl.errors import Refused
 from verl.model_engine.base import WeightPart
-from verl.model_engine.hf_parts import part_and_place
+from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.layout import Layout
 from verl.model_engine.local_model import LocalModel
+from verl.model_engine.lora import is_factor
 from verl.model_engine.options import cannot
 from verl.model_engine.passes import Passes, Reader, Which
 from verl.model_engine.settings import DEFAULTS, EngineSettings
@@ -74,6 +75,7 @@ class ShardedModel(LocalModel):
         self.layout, self._fill_parts = layout, fill
         self.place = layout.place(dist.get_rank())
         self.suffix = f"_rank{dist.get_rank()}"
+        self._factors = dict[str, Tensor]()
         super().__init__(model, settings)
 
     def _place(self) -> None:
@@ -111,7 +113,8 @@ class ShardedModel(LocalModel):
             self._make_room()
             saved, buffers = self.model.state_dict(), dict(self.model.named_buffers())
             parameters = dict(self.model.named_parameters(remove_duplicate=False))
-            self._fill_parts(parameters | {name: b for name, b in buffers.items() if name in saved})
+            every = parameters | {name: b for name, b in buffers.items() if name in saved}
+            self._fill_parts({name: t for name, t in every.items() if not is_factor(name)})
 
     def _make_room(self) -> None:
         """Allocate this rank's parts of a model that was built without storage; tied parameters stay one tensor."""
@@ -197,7 +200,23 @@ class ShardedModel(LocalModel):
             pairs = zip(mesh.get_coordinate(), tensor.placements, strict=True)
             copies = tuple(at for at, placement in pairs if placement.is_replicate())
         delivers = not any(copies) and mine.numel() > 0
-        return WeightPart(name, tuple(tensor.shape), tensor.dtype, mine if delivers else None, index)
+        read = partial(self._merged_part, name, mine, index) if delivers else None
+        return WeightPart(name, tuple(tensor.shape), tensor.dtype, read, index)
+
+    def gather_factors(self) -> None:
+        named = self.model.named_parameters() if self.lora is not None else ()
+        self._factors = {name: self.whole(p).clone() for name, p in named if is_factor(name)}
+
+    def _merged_part(self, name: str, mine: Tensor, index: Index) -> Tensor:
+        return mine if self.lora is None else self.lora.merged(name, mine, self._gathered_factor, index)
+
+    def _gathered_factor(self, name: str) -> Tensor:
+        """Return a whole factor that `gather_factors` gathered, of which this rank's part is still the same."""
+        assert name in self._factors, f"{name} was not gathered before the parts of the weights were read"
+        mine, index = part_and_place(self.model.get_parameter(name))
+        now, then = mine.nan_to_num(), self._factors[name][index].nan_to_num()
+        assert torch.equal(now, then), f"{name} has changed since it was gathered"
+        return self._factors[name]
 
 
 class ShardedPasses(Passes):
@@ -272,8 +291,8 @@ class ShardedPasses(Passes):
         rounded: RoundedInputs | None,
     ) -> None:
         for name in names:
-            whole = as_computed(name, self.local.delivered(name, sharded.get(name)), dtype, fp8=fp8)
-            made = nn.Parameter(whole, requires_grad=False)
+            weight = self.local.with_factors(name, self.local.delivered(name, sharded.get(name)))
+            made = nn.Parameter(as_computed(name, weight, dtype, fp8=fp8), requires_grad=False)
             _owner(own, name)._parameters[name.rpartition(".")[2]] = made
             if rounded is not None and in_blocks(name, made.shape):
                 rounded.add(made)

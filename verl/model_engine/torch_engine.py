@@ -97,6 +97,9 @@ class TorchEngine:
             return self.updates.step(self.passes.last)
 
     def published(self, version: int) -> None:
+        if self.local.lora is not None:
+            with self.awake("weights"):
+                self.local.gather_factors()
         if self.updates.copies(version):
             with self.awake("weights", "optimizer"):
                 self.updates.copy(version)

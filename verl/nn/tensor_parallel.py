@@ -22,6 +22,14 @@ from verl.nn.torch_compat import all_gather_single
 
 _COLUMNS, _ROWS, _HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _EXPERTS = "moe_tp_experts"
+_CUT: dict[str, dict[str, int]] = {
+    _COLUMNS: {"weight": 0, "bias": 0, "lora_B": 0},
+    _ROWS: {"weight": 1, "lora_A": 1},
+    "vocabulary": {"weight": 0, "bias": 0},
+}
+"""The dimension along which each parameter of a module is cut; every rank has the whole of the others."""
+_PARTIAL = {(_COLUMNS, "lora_A"), (_ROWS, "lora_B")}
+"""Whole parameters of which a rank computes a part of the gradient, beside those of modules of style `_HEADS`."""
 _ONE_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Projections that read the same input; its gradient is summed over the ranks once for all of them."""
 
@@ -100,24 +108,26 @@ class TensorParallel:
                 part.register_forward_hook(self._hide, always_call=True)
 
     def _cut(self, p: nn.Parameter, style: str | None, name: str) -> nn.Parameter:
-        whole = {_COLUMNS: 0, "vocabulary": 0, _ROWS: None if name == "bias" else 1}.get(style or "")
-        placement = Replicate() if whole is None else Shard(whole)
+        along = _CUT.get(style or "", {}).get(name)
+        placement = Replicate() if along is None else Shard(along)
         mine = p.detach()
-        if whole is not None:
-            mine = mine.chunk(self._size, whole)[self._mesh.get_local_rank()].clone()
+        if along is not None:
+            mine = mine.chunk(self._size, along)[self._mesh.get_local_rank()].clone()
         cut = DTensor.from_local(mine.contiguous(), self._mesh, [placement], run_check=False)
         return nn.Parameter(cut, requires_grad=p.requires_grad)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def _show(self, module: nn.Module, args: Any) -> None:
-        """Use this rank's slices as the module's weights during a pass. The gradients of norms over single heads are
-        marked as partial sums, since a rank computes them from its own heads only."""
-        partial = [Partial()] if self._styles.get(module) == _HEADS else None
+        """Use this rank's slices as the module's weights during a pass. The gradients of norms over single heads, and
+        of the factors of LoRA that are not cut, are marked as partial sums: a rank computes them from its own slice of
+        the heads, outputs or inputs only."""
+        style = self._styles.get(module)
         for name, p in module._parameters.items():
             if isinstance(p, DTensor):
-                module.__dict__[name] = p.to_local(grad_placements=partial)
-        if self._styles.get(module) == _ROWS and "bias" in module.__dict__:
+                partial = style == _HEADS or (style, name) in _PARTIAL
+                module.__dict__[name] = p.to_local(grad_placements=[Partial()] if partial else None)
+        if style == _ROWS and "bias" in module.__dict__:
             module.__dict__["_bias"], module.__dict__["bias"] = module.__dict__["bias"], None  # added after the sum
 
     def _hide(self, module: nn.Module, args: Any, out: Any) -> Any:

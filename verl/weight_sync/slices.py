@@ -120,17 +120,18 @@ def spans_of(index: Sequence[slice], shape: Sequence[int]) -> Spans:
 def own_slices(engine: Publishes, form: WireFormat) -> tuple[dict[str, Entry], list[tuple[str, Spans]]]:
     """Return (the entries of the slices that this rank delivers, by their names in the store; the tensor and the
     position of each)."""
-    held = list(held_parts(engine))
+    held = [part for part in engine.weight_parts() if part.mine is not None]
+    slices = [(part.name, spans_of(part.index, part.shape)) for part in held]
     entries = {
-        str(number): replace(entries_of_part(part, form)[part.name], shape=tuple(mine.shape))
-        for number, (part, mine) in enumerate(held)
+        str(number): replace(entries_of_part(part, form)[part.name], shape=tuple(b - a for a, b in spans))
+        for number, (part, (_, spans)) in enumerate(zip(held, slices, strict=True))
     }
-    return entries, [(part.name, spans_of(part.index, part.shape)) for part, _ in held]
+    return entries, slices
 
 
 def held_parts(engine: Publishes) -> Iterator[tuple[WeightPart, Tensor]]:
     """Yield the parts that this rank delivers, each with its tensor."""
-    return ((part, part.mine) for part in engine.weight_parts() if part.mine is not None)
+    return ((part, part.mine()) for part in engine.weight_parts() if part.mine is not None)
 
 
 def put_together(
