@@ -131,6 +131,8 @@ def test_a_server_multiplies_with_the_blocks_that_the_trainer_made(servers: Serv
         replica = world.rollout("double")
         world.actor.wire_format = form = (await replica.capabilities()).weights
         assert form.fp8 and form.fp8_inputs and form.dtype == "bfloat16"
+        told = [note for note in (await replica.capabilities()).notes if "fp8-gemm-backend: triton" in note]
+        assert len(told) == (servers.kind == "sglang")
         for version in range(2):
             await world.publish([replica], version)
             masters = dict(world.engine.weights())

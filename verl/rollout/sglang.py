@@ -31,6 +31,10 @@ SEEDS = (
     "rollout: SGLang looks at seeds where it was started with --enable-deterministic-inference alone "
     "(rollout.engine_options.deterministic_inference=true)"
 )
+BLACKWELL = (
+    "rollout: with rollout.dtype=fp8 on a card after Hopper set rollout.engine_options.args={fp8-gemm-backend: "
+    "triton}: DeepGEMM rounds scales to powers of two there, and only those of the first weights"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +94,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         api.traits,
         max_context_tokens=context.max_context_tokens,
         sleep_levels=() if str(context.device) == "cpu" or place.url is not None else (1, 2),
-        notes=(NOTE,) if options.deterministic_inference else (NOTE, SEEDS),
+        notes=(NOTE, *(() if options.deterministic_inference else (SEEDS,)), *((BLACKWELL,) if context.fp8 else ())),
     )
     expected = Expected(
         name="SGLang", versions=(AT_LEAST, BELOW), needs={"logprobs": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"}
