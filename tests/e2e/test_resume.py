@@ -52,6 +52,7 @@ REFILL = (
     "algorithm.max_draws_per_group=100",
 )
 CURRICULUM = ("run.deterministic=true", "algorithm.options.curriculum=reward_length:long_ones")
+LORA = ("model.lora.rank=4", "algorithm.kl_loss_coef=0.1")
 CRITIC = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.kl_reward_target=0.1")
 SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
 MORE_CUTS = [
@@ -72,6 +73,7 @@ MORE_CUTS = [
         ((), (1, 3, 5)),
         (CRITIC, (3,)),
         (REFILL, (3,)),
+        (LORA, (3,)),
         (("rollout.dtype=fp8",), (3,)),
         *(MORE_CUTS if FULL_GRID else []),
     ],

@@ -506,8 +506,8 @@ def turn_with(patch, name, tiny_model, tiny_teacher, spoiled: int, share: float)
     learner = offline_learner(config, 1, tiny_model)
     infer = TorchEngine.infer
 
-    def broken(self, batch, wanted, average):
-        found = infer(self, batch, wanted, average)
+    def broken(self, batch, wanted, average, start):
+        found = infer(self, batch, wanted, average, start)
         if self.optimizer is None:
             for r in range(spoiled):
                 for column in found.values():

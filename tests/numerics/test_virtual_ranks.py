@@ -102,7 +102,7 @@ def test_the_rounding_of_other_passes_changes_the_first_gradient_by_rounding(
     found, infer = [], TorchEngine.infer
     for sign in (1e-7, -1e-7):
 
-        def rounded(self, batch, columns, average=False, *, sign=sign):
+        def rounded(self, batch, columns, average=False, start=False, *, sign=sign):
             noise = sign * torch.linspace(1, 2, batch.num_loss_tokens, dtype=torch.float64)
             out = infer(self, batch, columns, average)
             return {n: x + noise if n == "logprobs" else x for n, x in out.items()}

@@ -141,7 +141,7 @@ class Scorer:
     def __init__(self) -> None:
         self.seen: list[list[int]] = []
 
-    def infer(self, batch, columns, average=False):
+    def infer(self, batch, columns, average=False, start=False):
         tokens = padded_rows(batch)[1].sum(1).tolist()
         self.seen.append(sorted(tokens))
         return {"scores": torch.tensor(tokens, dtype=torch.float32)}

@@ -13,6 +13,7 @@ from verl.config.devices import default_device
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.options import cannot
 from verl.workers.pools import MAIN, Pool, pools_of
 
@@ -24,12 +25,21 @@ DEVICES = ("xpu", "mtia")
 ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
 
+def roles_of_policy(config: Config) -> frozenset[str]:
+    """Return the roles that have no workers of their own, since the policy's workers compute them on its frozen base.
+    An adapter that training starts from is kept by whole layers, which tensor parallelism does not have."""
+    lora = trained_by(config.model.lora)
+    kept = lora is not None and (lora.path is None or config.parallel.tensor == 1)
+    return frozenset({"ref"}) if kept else frozenset()
+
+
 def placed_roles(config: Config) -> tuple[str, ...]:
     """Return the roles of an RL run that have workers of their own."""
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(1)
     built = {need.role for need in needs if need.build}
     if TEACHER in built:
         built = built - {TEACHER} | {*config.teacher.roles()}
+    built -= roles_of_policy(config)
     models = ("actor", *sorted(built))
     return (*models, *(("reward_model",) if config.reward.model is not None else ()), "compute", "recorder")
 

@@ -19,6 +19,7 @@ from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
 from verl.config.adapter import base_of
 from verl.config.backends import backend_of, import_object, longest_sequence, options_of
+from verl.config.cluster import roles_of_policy
 from verl.config.devices import dtype_of
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.schema import Config
@@ -156,8 +157,13 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
 
 
 def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
-    """Start the reference model: the start weights, never trained."""
-    return workers_of(context, role_spec(context, "ref"))
+    """Start the reference model: the start weights, never trained. Under LoRA it is the policy as of its start."""
+    if "ref" in roles_of_policy(context.config):
+        assert context.actor is not None, "the policy is started first"
+        return context.actor.with_view(View(start=True))
+    adapter = context.config.model.lora.get("path")
+    spec = role_spec(context, "ref")
+    return workers_of(context, replace(spec, context=replace(spec.context, adapter=Path(adapter) if adapter else None)))
 
 
 def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:

@@ -183,11 +183,13 @@ class EngineCapabilities:
 class Computes(Protocol):
     """A model that computes outputs of rows: all that a frozen model needs (reference, teacher, reward model)."""
 
-    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
+    def infer(
+        self, batch: Batch, columns: Sequence[str], average: bool = False, start: bool = False
+    ) -> dict[str, Tensor]:
         """Return the given columns: logprobs, entropy, values, sum_pi_squared [L], or scores [R]. A teacher also has
         hidden [L, H], topk_ids [L, k], topk_logprobs [L, k + 1]; a student logprobs_at [L, k + 1], divergence [L] and
         its figures (nn/linear_teacher.py). average: use the moving average of the weights, if the optimizer keeps
-        one."""
+        one · start: use the weights that training started from, which LoRA keeps."""
         ...
 
     def check_packing(self, *, share_prefix: bool) -> float:

@@ -54,7 +54,7 @@ class LocalModel:
             p.requires_grad_(s.optim is not None)
         self._place()
         if self.lora is not None:
-            self.lora.fill(dict(self.model.named_parameters()))
+            self.lora.fill(dict(self.model.named_parameters()), self._as_rounded)
         self.model.train(s.optim is not None)
         switch_dropout_off(self.model)
 
@@ -148,6 +148,16 @@ class LocalModel:
     def gather_factors(self) -> None:
         """Gather the factors of LoRA with which this process's parts of the weights are merged. All ranks call this
         before the tensors of `weight_parts` are read."""
+
+    def at_start(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes as before training: LoRA keeps those weights."""
+        assert self.lora is not None, "all weights are trained, and those of the start are not kept"
+        return self.lora.at_start()
+
+    def _as_rounded(self, t: Tensor) -> Tensor:
+        """Return a tensor on the device with the values that passes compute with."""
+        s = self.settings.precision
+        return t.to(self.device, s.dtype).to(s.master) if s.rounds else t.to(self.device)
 
     def factors_merged(self) -> AbstractContextManager[None]:
         """Return a context in which the model does not add the factors of LoRA, since its weights have them."""

@@ -8,10 +8,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -26,6 +27,8 @@ from verl.nn.lora import layer_size
 from verl.parameter_set import POLICY_SET, ParameterSet
 
 A, B = "lora_A", "lora_B"
+Factors = Literal["trained", "start", "none"]
+"""The factors that a pass uses."""
 TRAINED_SET = "lora"
 """The id of the parameter set that is trained."""
 
@@ -36,7 +39,8 @@ class LoraLayers:
     model: an instantiated causal LM, which may be without storage · base: its folder, for an adapter to start from"""
 
     def __init__(self, model: Any, spec: LoraSpec, base: Path | None = None) -> None:
-        self._spec, self._start, self.on = spec, dict[str, Tensor](), True
+        self._spec, self._start = spec, dict[str, Tensor]()
+        self._at: Factors = "trained"
         if spec.path is not None:
             assert base is not None, "an adapter is read on top of the folder of its base"
             self.parameters, self._start = read_lora(TRAINED_SET, Path(spec.path).expanduser(), base)
@@ -63,26 +67,39 @@ class LoraLayers:
         for name, shape in ((A, (rank, into)), (B, (out, rank))):
             empty = torch.empty(shape, dtype=layer.weight.dtype, device=layer.weight.device)
             layer.register_parameter(name, nn.Parameter(empty))
-        layer.register_forward_hook(self._forward)
+        layer.register_forward_hook(partial(self._forward, module))
 
-    def _forward(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        if not self.on:
+    def _forward(self, module: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        x, a, b = inputs[0], layer.lora_A, layer.lora_B
+        if self._at == "none":
             return None
-        return output + linear(linear(inputs[0], layer.lora_A), layer.lora_B) * self.parameters.scale
+        if self._at == "start":
+            a, b = (self._start[name].to(x) for name in self.parameters.factors(module))
+        return output + linear(linear(x, a), b) * self.parameters.scale
+
+    def off(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes with its own weights only."""
+        return self._using("none")
+
+    def at_start(self) -> AbstractContextManager[None]:
+        """Return a context in which the model computes as before training: with the adapter that it started from, if
+        there is one, else with its own weights only."""
+        return self._using("start" if self._start else "none")
 
     @contextmanager
-    def off(self) -> Iterator[None]:
-        """Inside the context the model computes with its own weights only."""
-        before, self.on = self.on, False
+    def _using(self, which: Factors) -> Iterator[None]:
+        before, self._at = self._at, which
         try:
             yield
         finally:
-            self.on = before
+            self._at = before
 
     @torch.no_grad()
-    def fill(self, into: Mapping[str, Tensor]) -> None:
+    def fill(self, into: Mapping[str, Tensor], rounded: Callable[[Tensor], Tensor]) -> None:
         """Give the factors the values that training starts from: those of an adapter, or random A and zeros for B. The
-        values do not depend on how the tensors are sharded. into: by their names in the model; others are ignored."""
+        values do not depend on how the tensors are sharded.
+
+        into: by their names in the model; others are ignored · rounded: rounds a tensor as passes round the factors"""
         for module in self.parameters.targets:
             for name, own in zip((A, B), self.parameters.factors(module), strict=True):
                 if (p := into.get(f"{module}.{name}")) is None:
@@ -94,7 +111,7 @@ class LoraLayers:
                     mine.zero_()
                 else:
                     mine.copy_(_drawn(p.shape, self._spec.seed, module)[index])
-        self._start = {}
+        self._start = {name: rounded(t) for name, t in self._start.items()}
 
     def merged(self, name: str, weight: Tensor, factors: Callable[[str], Tensor], index: Index | None = None) -> Tensor:
         """Return a weight of the model with the product of its factors added; the weight itself if it has none.

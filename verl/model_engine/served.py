@@ -109,10 +109,12 @@ class ServedModel:
         """Return 0: `probe` has made the checks that a server allows."""
         return 0.0
 
-    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
+    def infer(
+        self, batch: Batch, columns: Sequence[str], average: bool = False, start: bool = False
+    ) -> dict[str, Tensor]:
         """Return the columns as `Computes.infer` does, at temperature 1, at which servers score prompts. Rows for which
         this teacher is not used are not sent: they are in no loss, and have arbitrary numbers."""
-        assert not average, "a server has no moving average of our weights"
+        assert not average and not start, "a server has no other weights than its own"
         assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
         flat, n, taught = unshare(batch), batch.num_loss_tokens, batch.row_columns["taught"]
         if not bool((batch.row_columns["temperature"] == 1).all()):

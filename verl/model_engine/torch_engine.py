@@ -7,7 +7,7 @@ moves the state to the device and off it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,9 +57,12 @@ class TorchEngine:
 
     # -- Computes ------------------------------------------------------------------------------------------------------
 
-    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
+    def infer(
+        self, batch: Batch, columns: Sequence[str], average: bool = False, start: bool = False
+    ) -> dict[str, Tensor]:
         parts: tuple[Part, ...] = ("weights", "optimizer") if average else ("weights",)
-        with self.awake(*parts), averaged(self.optimizer if average else None):
+        as_of = self.local.at_start() if start else nullcontext()
+        with self.awake(*parts), averaged(self.optimizer if average else None), as_of:
             return self.passes.infer(batch, columns)
 
     def check_packing(self, *, share_prefix: bool) -> float:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
 from verl.config.backends import engine_name, memory_of, options_of, rollout_caches
-from verl.config.cluster import NO_MODEL
+from verl.config.cluster import NO_MODEL, roles_of_policy
 from verl.config.devices import (
     compute_dtype,
     device_type_of,
@@ -226,7 +226,7 @@ def _process_items(config: Config, tokens: int) -> dict[str, int]:
     return {
         "master weights": actor["weights"],
         **{name: actor[name] for name in ("gradients", "optimizer states", "compute copy of weights")},
-        "reference policy": actor["weights"] if needs_reference(config) else 0,
+        "reference policy": actor["weights"] if needs_reference(config) and "ref" not in roles_of_policy(config) else 0,
         "critic with its optimizer": sum(critic.get(n, 0) for n in ("weights", "gradients", "optimizer states")),
         "teacher": average or sum(items["weights"] for items in teachers),
         "teacher's activations": max((items["inference activations"] for items in teachers), default=0),

@@ -90,8 +90,10 @@ class SharedEngine:
     ) -> StepOutput:
         return self._rank.in_turn(lambda: self._engine.forward_backward(batch, terms, num_microbatches, extra_outputs))
 
-    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        return self._rank.in_turn(lambda: self._engine.infer(batch, columns, average))
+    def infer(
+        self, batch: Batch, columns: Sequence[str], average: bool = False, start: bool = False
+    ) -> dict[str, Tensor]:
+        return self._rank.in_turn(lambda: self._engine.infer(batch, columns, average, start))
 
     def optim_step(self) -> Metrics:
         return self._first(self._engine.optim_step)

@@ -52,6 +52,7 @@ class View:
     informed: bool = False
     """True if the row's context (`Sample.context`) replaces its prompt. A row without context gets no finite output."""
     average: bool = False  # Uses the moving average of its weights.
+    start: bool = False  # Uses the weights that training started from, which LoRA keeps.
 
 
 AS_SAMPLED = View()
@@ -142,7 +143,7 @@ class Role:
         if view.temperature is not None:
             same = torch.full_like(batch.row_columns["temperature"], view.temperature)
             batch = batch.with_row_columns({"temperature": same})
-        found = self.engine.infer(batch, tuple(outputs), view.average)
+        found = self.engine.infer(batch, tuple(outputs), view.average, view.start)
         if step.idle or not self.ranks.primary:
             return frozenset()
         per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores are [R]; all other outputs are per loss token

@@ -1,0 +1,61 @@
+"""Whole runs with LoRA: what is sent, what is saved, and the base that several roles share."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+from small_runs import metrics_of, small_run
+
+from verl.model_engine.lora import read_lora
+
+LORA = ("model.lora.rank=4", "model.lora.alpha=8", "optim.lr=3e-3")
+
+
+def adapter_bytes(folder):
+    return sum(t.nbytes for t in load_file(folder / "adapter_model.safetensors").values())
+
+
+def test_a_run_sends_and_saves_the_factors_alone(tmp_path, tiny_model, arithmetic_data):
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *LORA, "algorithm.kl_loss_coef=0.1")
+    found = metrics_of(tmp_path / "r")
+    (checkpoint,) = [p for p in (tmp_path / "r" / "checkpoints").iterdir() if p.name == "step_3"]
+    size = adapter_bytes(checkpoint / "hf")
+    for step in (1, 2, 3):
+        assert found[step]["sync/bytes"] == size, "the base is sent once, before the first step"
+        assert found[step]["mismatch/max_abs_dlogp"] < 1e-5
+        assert found[step]["actor/grad_norm"] > 0
+    assert found[1]["actor/kl_loss"] == 0 < found[3]["actor/kl_loss"], "the reference is the base"
+    state = sum(p.stat().st_size for p in (checkpoint / "state" / "actor").iterdir())
+    assert state < 4 * size + 100_000
+    names = {p.name for p in (checkpoint / "hf").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert not any(name.startswith("model") for name in names) and "config.json" not in names
+    config = json.loads((checkpoint / "hf" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8.0)
+    _, factors = read_lora("a", checkpoint / "hf", tiny_model)
+    assert any(float(t.abs().max()) > 0 for n, t in factors.items() if "lora_B" in n)
+
+
+def test_training_goes_on_from_an_adapter_with_it_as_reference(tmp_path, tiny_model, arithmetic_data):
+    small_run(tmp_path / "a", tiny_model, arithmetic_data[:1], *LORA)
+    adapter = tmp_path / "a" / "r" / "checkpoints" / "step_3" / "hf"
+    more = (f"model.lora.path={adapter}", "algorithm.kl_loss_coef=0.1", "optim.lr=3e-3")
+    small_run(tmp_path / "b", tiny_model, arithmetic_data[:1], *more)
+    found = metrics_of(tmp_path / "b" / "r")
+    assert abs(found[1]["actor/kl_loss"]) < 1e-9 < found[3]["actor/kl_loss"], (
+        "the reference is the adapter of the start"
+    )
+    before, after = (
+        load_file(p / "adapter_model.safetensors") for p in (adapter, tmp_path / "b/r/checkpoints/step_3/hf")
+    )
+    assert before.keys() == after.keys() and any(not np.array_equal(before[n], after[n]) for n in before)
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_engines_compute_with_the_factors_unmerged(tmp_path, tiny_model, arithmetic_data, engine):
+    more = (f"rollout.engine={engine}", "rollout.replicas=2", "run.total_steps=2")
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *LORA, *more)
+    found = metrics_of(tmp_path / "r")
+    assert found[2]["sync/bytes"] == adapter_bytes(tmp_path / "r" / "checkpoints" / "step_2" / "hf")
+    assert found[2]["mismatch/max_abs_dlogp"] < 1e-5
