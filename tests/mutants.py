@@ -347,6 +347,8 @@ MUTANTS = (
     Mutant("nn/quant.py", "pairs[:, 0] << 4 | pairs[:, 1]", "pairs[:, 1] << 4 | pairs[:, 0]", QUANT),
     Mutant("nn/quant.py", "scales - offset)", "scales)", QUANT),
     Mutant("nn/quant.py", "parts, some[full:] / last", "parts, some[full:] * last", QUANT),
+    Mutant("accel/cpu/nf4.c", "o->pairs ? within - 2 * o->pairs + 1", "o->pairs ? within - 2 * o->pairs", QUANT),
+    Mutant("accel/cpu/nf4.c", "out[k + LANES + i] = x[k + 2 * i + 1]", "out[k + LANES + i] = x[k + 2 * i]", QUANT),
     Mutant("nn/quant.py", "half = some.half()", "half = some.float()", QUANT),
     Mutant("nn/linear_teacher.py", "-x.sum(-1, keepdim=True)", "x.sum(-1, keepdim=True)", TEACHER),
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),

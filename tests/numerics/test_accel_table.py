@@ -19,6 +19,7 @@ from torch import Tensor
 from verl.accel import costs, plain
 from verl.accel.operations import COMPILED, Kernel, Use
 from verl.accel.table import KERNELS, OPERATIONS, choose, kernels_of, lines_of
+from verl.nn.quant import QuantisedTensor, quantise_weight
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -141,6 +142,38 @@ def float32_linear_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -
     return linear_inputs(rng, size, dtype)[0][:2], {}
 
 
+def quantised_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    """NF4 with and without double quantisation, int8; whole blocks, and rows that end within one."""
+    sizes = (
+        (1, 64, 70),
+        (300, 64, 96),
+        (4, 320, 37),
+        (13, 48, 33),
+        (3, 4224, 9),
+        (2, 192, 129),
+        (7, 66, 31),
+        (97, 128, 67),
+    )
+    rows, depth, width = sizes[size % 8]
+    weight = torch.randn(width, depth, generator=rng) * depth**-0.5
+    quantised = quantise_weight(weight, "int8") if size in (2, 6) else quantise_weight(weight, "nf4", double=size != 5)
+    return (torch.randn(rows, depth, generator=rng).to(dtype), quantised, None), {}
+
+
+def quantised_linear_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    x, weight, _ = quantised_inputs(rng, size, dtype)[0]
+    return (x, weight, torch.randn(weight.shape[0], generator=rng).to(dtype) if size % 2 else None), {}
+
+
+def quantised_back_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    x, weight, _ = quantised_inputs(rng, size, dtype)[0]
+    return (torch.randn(len(x), weight.shape[0], generator=rng).to(dtype), weight), {}
+
+
+def times_quantised(x: Tensor, weight: QuantisedTensor, bias: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(x, weight.dequantised(torch.float32).double(), bias)
+
+
 CASES: Mapping[str, Case] = {
     "rms_norm": Case(norm_inputs),
     "gated": Case(gate_inputs),
@@ -158,6 +191,8 @@ CASES: Mapping[str, Case] = {
     "expert_products": Case(references.expert_products_inputs, references.expert_products),
     "expert_sum": Case(references.expert_sum_inputs, references.expert_sum),
     "float32_linear": Case(float32_linear_inputs, lambda x, weight: x @ weight.T),
+    "quantised_linear": Case(quantised_linear_inputs, times_quantised),
+    "quantised_back": Case(quantised_back_inputs, lambda dy, weight: dy @ weight.dequantised(torch.float32).double()),
     "exact_linear": Case(linear_inputs, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)),
     "trained_attention": Case(segment_inputs, references.prompt_attention, gradient=True),
     "trained_rms_norm": Case(norm_inputs, gradient=True),

@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import pad
 
+from verl.accel.cpu import nf4
+from verl.accel.cpu.kernels import load_kernels
 from verl.nn.quant import STATE, Int8, Nf4, code_values, quantise_weight, read_quantised
 
 REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
@@ -157,3 +159,47 @@ def test_other_weights_and_formats_are_refused():
         state = json.loads(bytes(good[f"proj.{STATE}"].tolist())) | {key: value}
         with pytest.raises(ValueError, match=match):
             read(good | {f"proj.{STATE}": torch.tensor([*json.dumps(state).encode()], dtype=torch.uint8)})
+
+
+@pytest.fixture
+def kernels():
+    found = load_kernels(torch.float32)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def test_compiled_rows_have_the_bits_of_the_codes_values(kernels):
+    """dy = 1 in one row: the product is that row of the weight, which is dequantised in C."""
+    for width, depth, double in ((70, 64, True), (37, 4224, True), (33, 48, False), (31, 66, True)):
+        weight = quantise_weight(torch.randn(width, depth), "nf4", double=double)
+        rows = nf4.quantised_back(torch.eye(width), weight, kernels=kernels)
+        assert torch.equal(rows, weight.dequantised(torch.float32))
+
+
+def test_compiled_products_of_a_row_do_not_depend_on_the_others(kernels):
+    for depth in (192, 66):
+        x, weight = torch.randn(61, depth), quantise_weight(torch.randn(50, depth), "nf4")
+        whole = nf4.quantised_linear(x, weight, None, kernels=kernels)
+        for n in (1, 2, 3, 4, 5, 6, 7, 13, 48, 49):
+            assert torch.equal(nf4.quantised_linear(x[:n], weight, None, kernels=kernels), whole[:n]), n
+
+
+def test_compiled_products_go_into_columns_with_bias_residual_and_the_order_of_rope(kernels):
+    x, bias, weight = torch.randn(5, 64), torch.randn(24), quantise_weight(torch.randn(24, 64), "nf4")
+    plain = x @ weight.dequantised(torch.float32).T
+    order = torch.arange(24).view(3, 2, 4).transpose(1, 2).flatten()  # heads of 8, whose halves become neighbours
+    whole = torch.randn(5, 40)
+    expected = whole.clone()
+    expected[:, 10:34] += plain[:, order] + bias
+    nf4.multiply(x, weight, bias, whole[:, 10:34], kernels=kernels, pairs=4, add=True)
+    torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_tiles_are_the_rows(monkeypatch):
+    monkeypatch.setattr("verl.nn.quant.AT_ONCE", 1 << 12)
+    for depth in (48, 64, 320):
+        for kind in ("nf4", "int8"):
+            weight = quantise_weight(torch.randn(300, depth), kind)
+            tiles = [*weight.tiles(torch.bfloat16)]
+            assert len(tiles) > 1 and torch.equal(torch.cat(tiles), weight.dequantised(torch.bfloat16))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from verl.accel.operations import Cost
+from verl.nn.quant import QuantisedTensor
 
 
 def rms_norm_cost(x: Tensor, weight: Tensor, eps: float) -> Cost:
@@ -43,6 +44,19 @@ def linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     out = len(x) * len(weight)
     read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
     return Cost(read + out * x.element_size(), 2 * out * x.shape[1])
+
+
+def quantised_linear_cost(x: Tensor, weight: QuantisedTensor, bias: Tensor | None = None) -> Cost:
+    """Return the work of x [n, K] W^T + b -> [n, N] for a quantised weight [N, K]."""
+    out = len(x) * weight.shape[0]
+    read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
+    return Cost(read + out * x.element_size(), 2 * out * x.shape[1])
+
+
+def quantised_back_cost(dy: Tensor, weight: QuantisedTensor) -> Cost:
+    """Return the work of dy [n, N] W -> [n, K] for a quantised weight [N, K]."""
+    out = len(dy) * weight.shape[1]
+    return Cost(dy.nbytes + weight.nbytes + out * dy.element_size(), 2 * out * dy.shape[1])
 
 
 def float32_linear_cost(x: Tensor, weight: Tensor) -> Cost:

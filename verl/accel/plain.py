@@ -10,6 +10,7 @@ from verl.accel import trained
 from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Call, Kernel, Use
 from verl.accel.uniforms import plain_uniforms
+from verl.nn.quant import QuantisedTensor
 
 PLAIN = "torch"
 """The name of these rows in the table."""
@@ -91,6 +92,22 @@ def plain_float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([x @ part.to(exact).T for part in weight.split(WEIGHT_ROWS)], dim=1)
 
 
+def plain_quantised_linear(x: Tensor, weight: QuantisedTensor, bias: Tensor | None = None) -> Tensor:
+    """Return x [n, K] times a quantised weight [N, K] transposed, plus bias [N]; the weight is dequantised tile by
+    tile."""
+    out = torch.cat([x @ tile.T for tile in weight.tiles(x.dtype)], dim=1)
+    return out if bias is None else out.add_(bias)
+
+
+def plain_quantised_back(dy: Tensor, weight: QuantisedTensor) -> Tensor:
+    """Return dy [n, N] times a quantised weight [N, K], which is dequantised tile by tile."""
+    out, first = dy.new_zeros(len(dy), weight.shape[1], dtype=torch.promote_types(dy.dtype, torch.float32)), 0
+    for tile in weight.tiles(dy.dtype):
+        out += dy[:, first : first + len(tile)] @ tile
+        first += len(tile)
+    return out.to(dy.dtype)
+
+
 def _row(operation: str, call: Call, float32: float, bfloat16: float, traffic: float) -> Kernel:
     def load(use: Use) -> Call:
         return call
@@ -110,6 +127,8 @@ KERNELS = (
     _row("truncate", plain_truncate, 0.0, 0.0, traffic=40),
     _row("uniforms", plain_uniforms, 0.0, 0.0, traffic=12),
     _row("linear", _products, 2e-4, 4e-2, traffic=1),
+    _row("quantised_linear", plain_quantised_linear, 1e-5, 4e-2, traffic=17),
+    _row("quantised_back", plain_quantised_back, 2e-5, 4e-2, traffic=17),
     _row("float32_linear", plain_float32_linear, 2e-4, 2e-4, traffic=6),
     _row("trained_attention", trained.trained_attention, 2e-6, 2e-2, traffic=8),
     _row("trained_rms_norm", trained.trained_rms_norm, 2e-6, 2e-2, traffic=3),

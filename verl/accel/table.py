@@ -104,6 +104,16 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.block_linear_cost,
         ),
         Operation(
+            "quantised_linear",
+            "(x [n, K], weight [N, K] an Nf4 or Int8 of nn/quant.py, bias [N] or None) -> x W^T + bias [n, N]",
+            costs.quantised_linear_cost,
+        ),
+        Operation(
+            "quantised_back",
+            "(dy [n, N], weight [N, K] an Nf4 or Int8) -> dy W [n, K]: the gradient of x",
+            costs.quantised_back_cost,
+        ),
+        Operation(
             "exact_linear",
             "() -> Products: as linear, and the bits of a row of a product depend on that row alone",
             costs.linear_cost,

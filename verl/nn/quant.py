@@ -8,7 +8,7 @@ blocks of 256. LLM.int8 has one scale per row: the largest magnitude of the row,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -69,6 +69,12 @@ class Nf4:
     dtype: torch.dtype
     """The dtype of the weight that was quantised."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        nested = 0 if self.nested is None else self.nested.absmax.nbytes + self.nested.values.nbytes
+        return self.codes.nbytes + self.absmax.nbytes + nested
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, by the names that bitsandbytes adds to the name of the module."""
         state: dict[str, object] = {
@@ -91,17 +97,31 @@ class Nf4:
 
     def dequantised(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight in `dtype` (None: that of the weight that was quantised), rounded from float32."""
-        n = prod(self.shape)
-        pairs = torch.stack((self.codes >> 4, self.codes & 15), 1).flatten()[:n]
-        blocks = pad(_levels(pairs.device)[pairs.int()], (0, -n % BLOCK)).view(-1, BLOCK)
-        return (blocks * self.scales().unsqueeze(1)).flatten()[:n].view(self.shape).to(dtype or self.dtype)
+        return self._values(0, prod(self.shape), dtype or self.dtype).view(self.shape)
 
-    def scales(self) -> Tensor:
-        """Return the scales of the blocks, float32 [ceil(values / 64)]."""
+    def tiles(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the weight [N, K] in `dtype`, a few of its rows at a time."""
+        rows, depth = self.shape
+        step = max(1, AT_ONCE // depth // BLOCK) * BLOCK  # whole blocks, whatever the depth is
+        for first in range(0, rows, step):
+            last = min(rows, first + step)
+            yield self._values(first * depth, last * depth, dtype).view(last - first, depth)
+
+    def _values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
+        """Return the values start .. stop of the flat weight; start is that of a block."""
+        codes, scales = self.codes[start // 2 : -(-stop // 2)], self._scales(start // BLOCK, -(-stop // BLOCK))
+        pairs = torch.stack((codes >> 4, codes & 15), 1).flatten()[: stop - start]
+        blocks = pad(_levels(pairs.device)[pairs.int()], (0, -len(pairs) % BLOCK)).view(-1, BLOCK)
+        return (blocks * scales.unsqueeze(1)).flatten()[: stop - start].to(dtype)
+
+    def _scales(self, start: int, stop: int) -> Tensor:
+        """Return the scales of the blocks start .. stop, float32."""
         if self.nested is None:
-            return self.absmax
-        of_block = self.nested.absmax.repeat_interleave(NESTED_BLOCK)[: len(self.absmax)]
-        return self.nested.values[self.absmax.int()] * of_block + self.nested.offset
+            return self.absmax[start:stop]
+        first = start // NESTED_BLOCK
+        of_block = self.nested.absmax[first : -(-stop // NESTED_BLOCK)].repeat_interleave(NESTED_BLOCK)
+        some = of_block[start - first * NESTED_BLOCK : stop - first * NESTED_BLOCK]
+        return self.nested.values[self.absmax[start:stop].int()] * some + self.nested.offset
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +140,11 @@ class Int8:
         """The shape of the weight."""
         return tuple(self.codes.shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales."""
+        return self.codes.nbytes + self.absmax.nbytes
+
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint, by the names that bitsandbytes adds to the name of the module."""
         by_row = torch.tensor(0, dtype=torch.uint8)
@@ -128,6 +153,12 @@ class Int8:
     def dequantised(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight in `dtype` (None: that of the weight that was quantised), rounded from float32."""
         return (self.codes * self.absmax.view(-1, 1) * OF_127).to(dtype or self.dtype)
+
+    def tiles(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """Yield the weight [N, K] in `dtype`, a few of its rows at a time."""
+        step = max(1, AT_ONCE // self.codes.shape[1])
+        for codes, absmax in zip(self.codes.split(step), self.absmax.split(step), strict=True):
+            yield (codes * absmax.view(-1, 1) * OF_127).to(dtype)
 
 
 QuantisedTensor = Nf4 | Int8

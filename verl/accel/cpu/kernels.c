@@ -328,6 +328,8 @@ void linear(const float *x, const float *panels, const float *bias, float *y, lo
     }
 }
 
+#include "nf4.c"
+
 /* ---- training, float32 ---- */
 
 /* Of y = x / rms(x) * weight [n, width], given dy: dx [n, width], and dweight [threads, width], zeros before, whose sum

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
+INCLUDED = Path(__file__).with_name("nf4.c")
 TILE, BLOCK = 64, 256  # as in kernels.c
 COMPILE_TIMEOUT_S = 120.0
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -60,6 +61,17 @@ class Stack(ctypes.Structure):
     )
 
 
+class Nf4Pointers(ctypes.Structure):
+    """A weight [width, depth] in NF4 as a C struct, which does not own its tensors."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("codes", "scales", "nested", "values")),
+        ("offset", c_float),
+        ("width", c_long),
+        ("depth", c_long),
+    )
+
+
 TYPED = {  # one function per dtype
     "rms_norm": (Address,) * 3 + (c_long,) * 2 + (c_float, c_long),
     "gated": (Address,) * 2 + (c_long,) * 4,
@@ -69,6 +81,8 @@ TYPED = {  # one function per dtype
 FLOAT32 = {
     "linear": (Address,) * 4 + (c_long,) * 5,
     "pack": (Address,) * 2 + (c_long,) * 5,
+    "nf4_linear": (Address, ctypes.POINTER(Nf4Pointers), *(Address,) * 3, *(c_long,) * 5),
+    "nf4_rows": (ctypes.POINTER(Nf4Pointers), Address, *(c_long,) * 3),
     "large_pages": (Address, c_long),
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
@@ -224,7 +238,13 @@ def _library() -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         raise OSError("no C compiler (cc, gcc or clang) on this machine")
-    parts = (SOURCE.read_bytes(), compiler.encode(), repr((FLAGS, NATIVE, OPENMP)).encode(), _cpu().encode())
+    parts = (
+        SOURCE.read_bytes(),
+        INCLUDED.read_bytes(),
+        compiler.encode(),
+        repr((FLAGS, NATIVE, OPENMP)).encode(),
+        _cpu().encode(),
+    )
     path = Path.home() / ".cache" / "verl" / f"kernels-{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:16]}.so"
     if path.is_file():
         return path

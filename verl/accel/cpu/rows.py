@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl.accel.cpu import training
+from verl.accel.cpu import nf4, training
 from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.accel.cpu.linear import Packed, PanelProducts
 from verl.accel.linear import SingleProducts
@@ -56,6 +56,8 @@ KERNELS = (
     _row("sample", lambda kernels: partial(_sample, kernels=kernels), {torch.float32: 3e-5, torch.bfloat16: 3e-5}),
     _row("slot_attention", lambda kernels: kernels.attend, {torch.float32: 8e-6, torch.bfloat16: 8e-2}),
     _row("linear", _products, {torch.float32: 2e-4}),
+    _row("quantised_linear", lambda kernels: partial(nf4.quantised_linear, kernels=kernels), {torch.float32: 1e-5}),
+    _row("quantised_back", lambda kernels: partial(nf4.quantised_back, kernels=kernels), {torch.float32: 2e-5}),
     Kernel("linear", ONEDNN, _packed, {torch.float32: 2e-4, torch.bfloat16: 4e-2}, ("cpu",)),
     _row(
         "trained_rms_norm", lambda kernels: partial(training.compiled_rms_norm, kernels=kernels), {torch.float32: 2e-6}

@@ -1,0 +1,299 @@
+/* Products with weights of 4 bits (NF4), included by kernels.c.
+ *
+ * A weight W [width, depth] is read as bitsandbytes stores it: codes of two values per byte, the first in the upper half, and
+ * scales of blocks of 64 values: float32, or codes of 8 bits of a table, times the scale of their own block of 256, plus an
+ * offset. The lanes of a vector are values of one row, all of one block: its 16 levels are multiplied by the scale once, and
+ * codes are looked up among them. Upper and lower halves of bytes are the columns 0, 2, .. and 1, 3, .., so x is brought
+ * into this order first. The bits of a row of y depend on that row of x alone. */
+
+#define NF4_BLOCK 64
+#define NF4_CHUNK 64    /* blocks whose scales are computed together */
+#define NF4_AT_ONCE 48  /* rows of x that stay in the second-level cache while the weight passes */
+#define NF4_RUN 16      /* rows of W per turn of a parallel loop */
+#define NF4_GROUP (2 * LANES) /* columns whose halves are put apart */
+#define NF4_WIDE 4 /* rows of W at a time for one row of x */
+#if LANES == 16
+#define NF4_TILE 4 /* rows of W at a time for more rows of x: as many sums as there are registers */
+#else
+#define NF4_TILE 2
+#endif
+#define NF4_MOST 6   /* rows of x at a time */
+#define NF4_DIRECT 4 /* rows of x for which codes are looked up during the product; for more, rows of W are dequantised before */
+
+static const float nf4_levels[16] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
+
+struct nf4 { /* as `Nf4Pointers` in nf4.py */
+    const uint8_t *codes;
+    const void *scales;           /* [ceil(width * depth / 64)]: uint8_t, or float if `nested` is null */
+    const float *nested, *values; /* [ceil(scales / 256)] and [256] */
+    float offset;
+    long width, depth;
+};
+
+/* out [count] = the scales of blocks. Products and sums are rounded one by one, as in torch: not fused. */
+#if defined(__GNUC__) && !defined(__clang__)
+__attribute__((noinline, optimize("fp-contract=off")))
+#endif
+static void nf4_scales(const struct nf4 *w, long block, long count, float *out) {
+    if (w->nested) {
+        const uint8_t *codes = (const uint8_t *)w->scales + block;
+        for (long i = 0; i < count; i++) out[i] = w->values[codes[i]] * w->nested[(block + i) >> 8];
+        for (long i = 0; i < count; i++) out[i] += w->offset;
+    } else
+        memcpy(out, (const float *)w->scales + block, sizeof(float) * count);
+}
+
+/* ---- blocks that are whole rows' own: depth is a multiple of 64 ---- */
+
+#if defined(__AVX512F__)
+typedef struct { __m512 all; } nf4_table;
+static inline nf4_table nf4_scaled(float scale) {
+    return (nf4_table){_mm512_mul_ps(_mm512_loadu_ps(nf4_levels), _mm512_set1_ps(scale))};
+}
+static inline __attribute__((always_inline)) void nf4_lookup(const uint8_t *codes, const nf4_table *t, vec *even, vec *odd) {
+    const __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+    *odd = (vec)_mm512_permutexvar_ps(both, t->all);
+    *even = (vec)_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), t->all);
+}
+static inline float nf4_sum(vec v) { return _mm512_reduce_add_ps((__m512)v); }
+#elif WIDE
+typedef struct { __m256 below, above; } nf4_table;
+static inline nf4_table nf4_scaled(float scale) {
+    const __m256 all = _mm256_set1_ps(scale);
+    return (nf4_table){_mm256_mul_ps(_mm256_loadu_ps(nf4_levels), all), _mm256_mul_ps(_mm256_loadu_ps(nf4_levels + 8), all)};
+}
+static inline __attribute__((always_inline)) void nf4_lookup(const uint8_t *codes, const nf4_table *t, vec *even, vec *odd) {
+    const __m256i both = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)), upper = _mm256_srli_epi32(both, 4);
+    *odd = (vec)_mm256_blendv_ps(
+        _mm256_permutevar8x32_ps(t->below, both), _mm256_permutevar8x32_ps(t->above, both), (__m256)_mm256_slli_epi32(both, 28));
+    *even = (vec)_mm256_blendv_ps(
+        _mm256_permutevar8x32_ps(t->below, upper), _mm256_permutevar8x32_ps(t->above, upper), (__m256)_mm256_slli_epi32(both, 24));
+}
+static inline float nf4_sum(vec v) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+typedef struct { float all[16]; } nf4_table;
+static inline nf4_table nf4_scaled(float scale) {
+    nf4_table t;
+    for (int i = 0; i < 16; i++) t.all[i] = nf4_levels[i] * scale;
+    return t;
+}
+static inline void nf4_lookup(const uint8_t *codes, const nf4_table *t, vec *even, vec *odd) {
+    for (int i = 0; i < LANES; i++) {
+        (*even)[i] = t->all[codes[i] >> 4];
+        (*odd)[i] = t->all[codes[i] & 15];
+    }
+}
+static inline float nf4_sum(vec v) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += v[i];
+    return sum;
+}
+#endif
+
+/* out [depth] = x [depth] with the columns of each group in the order 0, 2, .., 1, 3, .. */
+static void nf4_arrange(const float *x, float *out, long depth) {
+    for (long k = 0; k < depth; k += NF4_GROUP)
+        for (long i = 0; i < LANES; i++) {
+            out[k + i] = x[k + 2 * i];
+            out[k + LANES + i] = x[k + 2 * i + 1];
+        }
+}
+
+/* tile [rows, depth] = rows of W, dequantised and arranged */
+static void nf4_tile(const struct nf4 *w, long row, float *tile, long rows) {
+    const long blocks = w->depth / NF4_BLOCK;
+    float scales[NF4_CHUNK];
+    for (long b = row * blocks; b < (row + rows) * blocks; b++) {
+        const long done = (b - row * blocks) % NF4_CHUNK, left = (row + rows) * blocks - b;
+        if (done == 0) nf4_scales(w, b, left < NF4_CHUNK ? left : NF4_CHUNK, scales);
+        const nf4_table table = nf4_scaled(scales[done]);
+        __builtin_prefetch(w->codes + b * (NF4_BLOCK / 2) + 4096);
+#pragma GCC unroll 4
+        for (int g = 0; g < NF4_BLOCK / NF4_GROUP; g++, tile += NF4_GROUP)
+            nf4_lookup(w->codes + b * (NF4_BLOCK / 2) + g * LANES, &table, (vec *)tile, (vec *)(tile + LANES));
+    }
+}
+
+/* sum [rows][n] += a vector of rows of W times that of x [n, depth] */
+static inline __attribute__((always_inline)) void nf4_add(
+    const float *x, long depth, const vec *w, vec sum[NF4_WIDE][NF4_MOST], const int rows, const int n) {
+#pragma GCC unroll 8
+    for (int m = 0; m < n; m++) {
+        const vec values = *(const vec *)(x + m * depth);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) sum[r][m] += w[r] * values;
+    }
+}
+
+/* sums [rows, n] of rows of W from `row` on times x [n, depth], arranged; tiled: of those rows in `tile`, from `nf4_tile` */
+static inline __attribute__((always_inline)) void nf4_dots(
+    const float *x, const struct nf4 *w, long row, const float *tile, float *sums, const int tiled, const int rows, const int n) {
+    const long depth = w->depth, blocks = depth / NF4_BLOCK;
+    vec sum[NF4_WIDE][NF4_MOST];
+    float scales[NF4_WIDE][NF4_CHUNK];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int m = 0; m < n; m++) sum[r][m] = (vec){0};
+    for (long b = 0; b < blocks; b++) {
+        const float *at = x + b * NF4_BLOCK;
+        if (tiled) {
+#pragma GCC unroll 1
+            for (int g = 0; g < NF4_BLOCK; g += LANES) {
+                vec values[NF4_WIDE];
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) values[r] = *(const vec *)(tile + r * depth + b * NF4_BLOCK + g);
+                nf4_add(at + g, depth, values, sum, rows, n);
+            }
+            continue;
+        }
+        if (b % NF4_CHUNK == 0)
+            for (int r = 0; r < rows; r++)
+                nf4_scales(w, (row + r) * blocks + b, blocks - b < NF4_CHUNK ? blocks - b : NF4_CHUNK, scales[r]);
+        nf4_table tables[NF4_WIDE];
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) tables[r] = nf4_scaled(scales[r][b % NF4_CHUNK]);
+        const uint8_t *codes = w->codes + (row * blocks + b) * (NF4_BLOCK / 2);
+#pragma GCC unroll 4
+        for (int g = 0; g < NF4_BLOCK; g += NF4_GROUP) {
+            vec even[NF4_WIDE], odd[NF4_WIDE];
+#pragma GCC unroll 4
+            for (int r = 0; r < rows; r++) nf4_lookup(codes + r * (depth / 2) + g / 2, tables + r, even + r, odd + r);
+            if (g == 0)
+#pragma GCC unroll 4
+                for (int r = 0; r < rows; r++) __builtin_prefetch(codes + (r + rows) * (depth / 2));
+            nf4_add(at + g, depth, even, sum, rows, n);
+            nf4_add(at + g + LANES, depth, odd, sum, rows, n);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int m = 0; m < n; m++) sums[r * n + m] = nf4_sum(sum[r][m]);
+}
+
+/* As nf4_dots; rows is 1 or, with `wide`, as many as there are registers for */
+static void nf4_some(const float *x, const struct nf4 *w, long row, const float *tile, float *sums, long wide, long n) {
+    switch (n + (wide ? 8 : 0) + (tile ? 16 : 0)) {
+#define CODES(n_, rows_) \
+    case n_: nf4_dots(x, w, row, tile, sums, 0, 1, n_); break; \
+    case n_ + 8: nf4_dots(x, w, row, tile, sums, 0, rows_, n_); break;
+#define TILED(n_) \
+    case n_ + 16: nf4_dots(x, w, row, tile, sums, 1, 1, n_); break; \
+    case n_ + 24: nf4_dots(x, w, row, tile, sums, 1, NF4_TILE, n_); break;
+        CODES(1, NF4_WIDE) CODES(2, NF4_TILE) CODES(3, NF4_TILE) CODES(4, NF4_TILE)
+        TILED(1) TILED(2) TILED(3) TILED(4) TILED(5) TILED(6)
+    }
+}
+
+/* ---- any depth ---- */
+
+/* out [count] = the values of W from the flat index `at` on */
+static void nf4_values(const struct nf4 *w, long at, long count, float *out) {
+    float scale = 0;
+    for (long i = 0; i < count; i++, at++) {
+        if (i == 0 || at % NF4_BLOCK == 0) nf4_scales(w, at / NF4_BLOCK, 1, &scale);
+        out[i] = nf4_levels[at & 1 ? w->codes[at >> 1] & 15 : w->codes[at >> 1] >> 4] * scale;
+    }
+}
+
+/* sums [n] of a row of W times x [n, depth] */
+static void nf4_any(const float *x, const struct nf4 *w, long row, float *sums, long n) {
+    float tile[NF4_BLOCK];
+    memset(sums, 0, sizeof(float) * n);
+    for (long k = 0; k < w->depth; k += NF4_BLOCK) {
+        const long count = w->depth - k < NF4_BLOCK ? w->depth - k : NF4_BLOCK;
+        nf4_values(w, row * w->depth + k, count, tile);
+        for (long m = 0; m < n; m++) sums[m] += dot(x + m * w->depth + k, tile, count);
+    }
+}
+
+struct nf4_out { /* y [n, ld] = sums + bias, or with add: y += that; pairs: see nf4_linear */
+    float *y;
+    const float *bias;
+    long ld, pairs, add;
+};
+
+static inline void nf4_store(const struct nf4_out *o, const float *sums, long row, long rows, long from, long n) {
+    for (long r = 0; r < rows; r++) {
+        const long within = o->pairs ? (row + r) % (2 * o->pairs) : 0;
+        const long to = row + r + (within < o->pairs ? within : o->pairs ? within - 2 * o->pairs + 1 : 0);
+        for (long m = 0; m < n; m++) {
+            float *out = o->y + (from + m) * o->ld + to;
+            *out = (o->add ? *out : 0.0f) + (o->bias ? o->bias[to] : 0.0f) + sums[r * n + m];
+        }
+    }
+}
+
+/* Rows first .. last of W times x [n, depth], whose first row is `start` of y */
+static void nf4_run(const float *x, const struct nf4 *w, const struct nf4_out *o, long first, long last, long start, long n) {
+    const long whole = w->depth % NF4_BLOCK == 0, tiled = whole && n > NF4_DIRECT;
+    float space[tiled ? NF4_TILE * w->depth + LINE : 1], sums[NF4_WIDE * NF4_MOST];
+    float *tile = (float *)(((uintptr_t)space + 4 * LINE - 1) & ~(uintptr_t)(4 * LINE - 1)); /* no vector in two lines */
+    const long most = !whole ? 1 : n == 1 ? NF4_WIDE : NF4_TILE;
+    for (long row = first, rows; row < last; row += rows) {
+        rows = row + most <= last ? most : 1;
+        if (tiled) nf4_tile(w, row, tile, rows);
+        for (long m = 0, left = (n + NF4_MOST - 1) / NF4_MOST, some; left > 0; m += some, left--) {
+            some = (n - m + left - 1) / left; /* parts of about one size */
+            if (whole)
+                nf4_some(x + m * w->depth, w, row, tiled ? tile : NULL, sums, rows > 1, some);
+            else
+                nf4_any(x + m * w->depth, w, row, sums, some);
+            nf4_store(o, sums, row, rows, start + m, some);
+        }
+    }
+}
+
+/* y [n, width of `ld`] = x [n, depth] W^T + bias, or with add: y += that. pairs: row r of W is the column in which
+ * `source_row` has r, as in `pack`. scratch [min(n, NF4_AT_ONCE), depth] */
+void nf4_linear(
+    const float *x, const struct nf4 *w, const float *bias, float *y, float *scratch, long n, long ld, long pairs, long add, long threads) {
+    const struct nf4_out out = {y, bias, ld, pairs, add};
+    (void)threads;
+    for (long start = 0; start < n; start += NF4_AT_ONCE) {
+        const long count = n - start < NF4_AT_ONCE ? n - start : NF4_AT_ONCE;
+        const float *some = x + start * w->depth;
+        if (w->depth % NF4_BLOCK == 0) {
+            for (long m = 0; m < count; m++) nf4_arrange(x + (start + m) * w->depth, scratch + m * w->depth, w->depth);
+            some = scratch;
+        }
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+        for (long first = 0; first < w->width; first += NF4_RUN)
+            nf4_run(some, w, &out, first, first + NF4_RUN < w->width ? first + NF4_RUN : w->width, start, count);
+    }
+}
+
+/* out [count, depth]: the rows of W from `first` on, dequantised */
+void nf4_rows(const struct nf4 *w, float *out, long first, long count, long threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (long row = 0; row < count; row++) {
+        float *to = out + row * w->depth;
+        const long at = (first + row) * w->depth;
+        if (w->depth % NF4_BLOCK) {
+            nf4_values(w, at, w->depth, to);
+            continue;
+        }
+        float scales[NF4_CHUNK];
+        for (long b = 0; b < w->depth / NF4_BLOCK; b++) {
+            const long left = w->depth / NF4_BLOCK - b;
+            if (b % NF4_CHUNK == 0) nf4_scales(w, at / NF4_BLOCK + b, left < NF4_CHUNK ? left : NF4_CHUNK, scales);
+            const nf4_table table = nf4_scaled(scales[b % NF4_CHUNK]);
+            const uint8_t *codes = w->codes + (at + b * NF4_BLOCK) / 2;
+            for (int g = 0; g < NF4_BLOCK / NF4_GROUP; g++, to += NF4_GROUP) {
+                vec even, odd;
+                nf4_lookup(codes + g * LANES, &table, &even, &odd);
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
+            }
+        }
+    }
+}
