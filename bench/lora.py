@@ -4,7 +4,8 @@
 
 Each part is a function that returns its rows; each number is printed beside its limit. optimizers: bytes of states per
 value of the matrices of layers, read from real states after a step; and an update of 8 x 8 x 128 tokens (forward,
-backward, optimizer) against the same update with AdamW, in CPU time, which depends little on other processes.
+backward, optimizer) against the same update with AdamW, in CPU time, which depends little on other processes. nf4:
+products of decode steps with weights in NF4 against the float32 panels of the native engine.
 --record writes bench/records/lora/ and this bench's part of bench/RESULTS.md from all records.
 """
 
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bench.report import assemble
 from bench.results import Table
 from bench.status import _clean_commit, _machine
+from verl.accel.operations import Use
+from verl.accel.table import choose
 from verl.algorithms.losses import nll
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
@@ -37,6 +41,7 @@ from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.model_engine.optimizers import make_optimizer, role_of
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
+from verl.nn.quant import quantise_weight
 from verl.objective import Term
 from verl.types import Sample, Segment
 
@@ -124,7 +129,31 @@ def _cpu_seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - before_s
 
 
-PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"optimizers": optimizers}
+# -- the quantised base ------------------------------------------------------------------------------------------------
+
+
+def nf4(size: str) -> Iterator[Row]:
+    """Yield how many times faster a product with NF4 is than with float32 panels, for the rows of decode steps. The
+    weights are larger than any cache; the least CPU time of several turns counts, the two in turn."""
+    depth, wide = (1536, 60) if size != "tiny" else (64, 1)
+    use = Use(torch.device("cpu"), torch.float32)
+    panels, quantised = choose("linear", use), choose("quantised_linear", use)
+    assert panels is not None and quantised is not None
+    weight = quantise_weight(torch.randn(wide * depth, depth) * depth**-0.5, "nf4")
+    exact = panels.call().make(weight.dequantised(torch.float32), None)
+    least = 3.0 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 2.0
+    for rows in (1, 2, 4, 16):
+        x = torch.randn(rows, depth)
+        pairs = [
+            (_cpu_seconds(partial(exact, x)), _cpu_seconds(partial(quantised.call, x, weight, None)))
+            for _ in range(4 * REPEATS)
+        ]
+        ratio = min(a for a, _ in pairs) / min(b for _, b in pairs)
+        what = f"{quantised.kernel.name} with NF4 against {panels.kernel.name} with float32, {rows} rows: times faster"
+        yield Row(what, ratio, least if rows < 16 else 1.0, at_least=True)
+
+
+PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"optimizers": optimizers, "nf4": nf4}
 """The parts by name. Each is given the size of the model."""
 
 

@@ -24,6 +24,13 @@ def test_the_states_of_each_optimizer_are_measured_and_within_their_limits(monke
     assert found["muon: an update against AdamW's"].limit == 1.5
 
 
+def test_products_with_nf4_are_measured_beside_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "REPEATS", 1)
+    found = [*lora.nf4("tiny")]
+    assert len(found) == 4 and all(row.at_least and row.value > 0 for row in found)
+    assert found[0].limit in (2.0, 3.0) and found[-1].limit == 1.0 and "16 rows" in found[-1].what
+
+
 def test_a_limit_that_is_missed_is_named() -> None:
     assert Row("a", 1.2, 1.15).cells() == ("a", "1.2", "<= 1.15 MISSED") and Row("a", 1.1, 1.15).met
     assert Row("a", 2.0, 3.0, at_least=True).cells() == ("a", "2", ">= 3 MISSED")

@@ -146,7 +146,14 @@ def keeps_the_rules(path: Path) -> None:
         assert all(m.startswith(("verl.processes", "verl.leftovers")) for m in every if m.startswith("verl")), every
         assert {m.split(".")[0] for m in every} <= {*sys.stdlib_module_names, "verl"}, every
     if here == "accel":
-        allowed = ("verl.accel", "verl.nn.precision", "verl.nn.flash", "verl.nn.torch_compat", "verl.wire")
+        allowed = (
+            "verl.accel",
+            "verl.nn.precision",
+            "verl.nn.quant",
+            "verl.nn.flash",
+            "verl.nn.torch_compat",
+            "verl.wire",
+        )
         assert all(m.startswith(allowed) for m in every if m.startswith("verl")), every
     if path.relative_to(ROOT).as_posix() in ELSEWHERE:
         assert not {m for m in every if m.split(".")[0] == "verl"}, "there is no verl there"

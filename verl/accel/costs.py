@@ -49,8 +49,8 @@ def linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
 def quantised_linear_cost(x: Tensor, weight: QuantisedTensor, bias: Tensor | None = None) -> Cost:
     """Return the work of x [n, K] W^T + b -> [n, N] for a quantised weight [N, K]."""
     out = len(x) * weight.shape[0]
-    read = x.nbytes + weight.nbytes + (0 if bias is None else bias.nbytes)
-    return Cost(read + out * x.element_size(), 2 * out * x.shape[1])
+    added = 0 if bias is None else bias.nbytes
+    return Cost(x.nbytes + weight.nbytes + added + out * x.element_size(), 2 * out * x.shape[1])
 
 
 def quantised_back_cost(dy: Tensor, weight: QuantisedTensor) -> Cost:
