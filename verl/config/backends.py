@@ -89,6 +89,7 @@ MODEL: Table = {
     "torch": Backend(
         build="verl.model_engine.torch_engine:build",
         options="verl.model_engine.options:Options",
+        faults="verl.model_engine.faults:torch_faults",
         across_processes="sharded",
     ),
     "sharded": Backend(

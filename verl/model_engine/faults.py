@@ -1,4 +1,5 @@
-"""Faults of configurations with the sharded engine: layouts, and models that its ranks cannot share.
+"""Faults of configurations with the torch engine (models that are not compiled) and the sharded engine (layouts, and
+models that its ranks cannot share).
 
 No torch is imported here.
 """
@@ -9,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from verl.accel.families import FUSED_TYPES
 from verl.config.adapter import teacher_models
 from verl.config.backends import layout_of, options_of
 from verl.config.cluster import placed_roles
@@ -18,12 +20,32 @@ from verl.model_engine.layout import Layout
 from verl.model_engine.options import EXPERT_PLANS, PIPELINE_PLANS, TENSOR_PLANS, cannot
 from verl.workers.pools import Pool
 
+COMPILE = "model.engine_options.compile=true"
+
+
+def torch_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line per fault."""
+    options = options_of(config, "model")
+    if not options.compile:
+        return
+    if options.attention == "padded":
+        yield f"{COMPILE}: only packed rows are compiled; leave it out, or set model.engine_options.attention=auto"
+    try:
+        kind = describe_model(config.model.path).model_type
+    except ValueError:
+        return  # another check reports it
+    if kind not in FUSED_TYPES:
+        able = ", ".join(FUSED_TYPES)
+        yield f"{COMPILE}: model.path={config.model.path} is a {kind}; compiled are {able}; leave it out"
+
 
 def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
     """Yield a line per fault."""
     if config.cluster.backend == "inproc":
         yield "model.engine=sharded with cluster.backend=inproc: this process has no others; set model.engine=torch"
         return
+    if options_of(config, "model").compile:
+        yield f"{COMPILE} with model.engine=sharded: one process alone compiles; leave it out, or use one rank"
     layout = layout_of(config)
     if layout.world_size == 1:
         yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"

@@ -35,6 +35,9 @@ class Options:
 
     attention: Literal["auto", "padded"] = "auto"
     """auto: the best packed attention for the device · padded: one row per sequence, the reference implementation."""
+    compile: bool = False
+    """Decoder layers are compiled by torch.compile, all but their attention; only the families whose kernels are chosen
+    by verl's table otherwise (llama, mistral, qwen2, qwen3)."""
     max_skipped_updates: Annotated[int, Meta(ge=0)] = 3
     """How many non-finite gradients in a row are skipped, each with its batch written to disk, before the run stops."""
     share_prefix: bool = True

@@ -25,6 +25,7 @@ from verl.model_engine.objective import reduce_terms
 from verl.model_engine.pending import Pending, read_pending
 from verl.model_engine.sharded_copy import ShardedCopy
 from verl.nn import attention
+from verl.nn.compiled import CompiledLayers
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
 from verl.nn.fused import fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
@@ -50,6 +51,7 @@ class Passes:
         self._copy = self._compute_copy() if self._precision.copies else None
         self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self._models_attention = local.model.config._attn_implementation or "eager"
+        self.compiled = CompiledLayers() if settings.compile else None
         self._own_forward()
         self._teacher = settings.teacher and settings.teacher.moved_to(
             local.device, self.compute, rounds=self._precision.rounds
@@ -61,7 +63,11 @@ class Passes:
         if self.packed:
             attention.register_attention()
             self.local.model.set_attn_implementation(attention.PACKED)
-        fuse(self.local.model, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing != "none")
+        known = fuse(
+            self.local.model, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing != "none"
+        )
+        if self.compiled is not None:
+            self.compiled.apply(self.local.model, known=known and self.packed)
 
     def forward_backward(
         self, batch: Batch, terms: Sequence[Term], num_microbatches: int, extra_outputs: Sequence[str]

@@ -36,6 +36,8 @@ class EngineSettings:
     attention_mode: str = "auto"
     """auto or padded."""
     gradient_checkpointing: str = "none"
+    compile: bool = False
+    """The layers of models of known families are compiled by torch.compile."""
     share_prefix: bool = True
     """A prompt can be computed once per group and micro-batch."""
     dump_dir: Path | None = None

@@ -185,6 +185,7 @@ def build(
         max_tokens_per_microbatch=c.max_tokens_per_microbatch,
         attention_mode=options.attention,
         gradient_checkpointing="none" if c.optim is None else c.gradient_checkpointing,
+        compile=options.compile,
         share_prefix=options.share_prefix,
         dump_dir=c.dump_dir,
         score=score,
