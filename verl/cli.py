@@ -39,6 +39,7 @@ USAGE = """usage: verl VERB [key=value ...]
   show      RUN [RUN ...] | --live RUN         the steps of runs; a page that follows a run
   show      algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
   export    RUN_OR_CHECKPOINT OUT_DIR          the Hugging Face folder of a checkpoint
+            [--merge [--dtype=bfloat16]]       LoRA: the adapter merged into its base, in float32 or another dtype
   doctor    [RUN]                              this machine, what is installed, what a run waits for
   completion bash | zsh | fish                 source <(verl completion bash)
 
@@ -358,11 +359,18 @@ def replicas_verb(args: list[str]) -> int:
 
 
 def export_verb(args: list[str]) -> int:
-    from verl.show import export
+    from verl.show import export, export_merged
 
-    if len(args) != 2:
-        raise Refused("verl export RUN_OR_CHECKPOINT OUT_DIR")
-    return export(Path(args[0]), Path(args[1]))
+    if "--dtype" in args[:-1]:  # the value is the next word
+        at = args.index("--dtype")
+        args = [*args[:at], "=".join(args[at : at + 2]), *args[at + 2 :]]
+    given, rest = _own_arguments(args, ("--dtype",))
+    folders = [a for a in rest if a != "--merge"]
+    if len(folders) != 2 or any(a.startswith("-") for a in folders) or (given and "--merge" not in rest):
+        raise Refused("verl export RUN_OR_CHECKPOINT OUT_DIR [--merge [--dtype=bfloat16]]")
+    if "--merge" not in rest:
+        return export(Path(folders[0]), Path(folders[1]))
+    return export_merged(Path(folders[0]), Path(folders[1]), next(iter(given.values()), "float32"))
 
 
 def doctor_verb(args: list[str]) -> int:

@@ -166,10 +166,38 @@ WORDS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
 
 
 def export(source: Path, out: Path) -> int:
-    """Write the complete Hugging Face folder of a checkpoint (the latest valid one of a run)."""
-    if (source / "hf").is_dir():
-        folder = source / "hf"
-    else:
+    """Write the complete Hugging Face folder of a checkpoint (the latest valid one of a run). Under LoRA it is that of
+    the adapter."""
+    folder = _exported(source, out)
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    print(f"{folder} -> {out}")
+    return 0
+
+
+def export_merged(source: Path, out: Path, dtype: str) -> int:
+    """Write the adapter of a checkpoint, of a run's latest one, or of a folder, merged into its base."""
+    from verl.config.adapter import is_adapter
+    from verl.model_engine.merging import DTYPES, write_merged
+
+    if dtype not in DTYPES:
+        raise Refused(f"--dtype={dtype}: one of {', '.join(DTYPES)}")
+    folder = _exported(source, out) if not is_adapter(source) else source
+    base = write_merged(folder, _empty(out), dtype)
+    print(f"{folder} merged into {base} -> {out}")
+    return 0
+
+
+def _empty(out: Path) -> Path:
+    if out.exists() and any(out.iterdir()):
+        raise Refused(f"{out} is not empty; choose another folder")
+    return out
+
+
+def _exported(source: Path, out: Path) -> Path:
+    """Return the Hugging Face folder of a checkpoint, or of a run's latest valid one, and print what is wrong with the
+    checkpoints of the run. Raise ValueError if there is none, or if `out` is not empty."""
+    folder = source / "hf"
+    if not folder.is_dir():
         from verl.checkpoint.latest import beyond, find_latest
         from verl.track.events import read_events
 
@@ -184,8 +212,5 @@ def export(source: Path, out: Path) -> int:
             notes += beyond(source, step, total) or ([f"step {step} of {total}: not its end"] if step < total else [])
         print("\n".join(notes), end="\n" if notes else "")
         folder = found / "hf"
-    if out.exists() and any(out.iterdir()):
-        raise Refused(f"{out} is not empty; choose another folder")
-    shutil.copytree(folder, out, dirs_exist_ok=True)
-    print(f"{folder} -> {out}")
-    return 0
+    _empty(out)
+    return folder

@@ -12,9 +12,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from verl.config.model_files import SCORE
 from verl.errors import Refused
 
-WEIGHT = "score.weight"
+WEIGHT = SCORE
 _KINDS = ("ForCausalLM", "LMHeadModel")
 
 

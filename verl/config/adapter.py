@@ -14,6 +14,7 @@ from verl.config.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     EMBEDDING,
+    SCORE,
     TensorHeader,
     cached_model_folder,
     describe_model,
@@ -107,6 +108,17 @@ def base_of(path: str, policy: str) -> str:
     return str(base) if named and base.is_dir() else str(cached_model_folder(named) or policy)
 
 
+def own_base(folder: Path) -> Path:
+    """Return the folder of an adapter's base. Raise ValueError if it is not on this machine, or if `folder` has no
+    adapter."""
+    if not is_adapter(folder):
+        raise Refused(f"{folder}: no adapter ({CONFIG}), so there is nothing to merge; it is a whole model")
+    if found := base_of(str(folder), ""):
+        return Path(found)
+    named = _read(folder).base_model_name_or_path
+    raise Refused(f"{folder}: its base {named} is not on this machine; set base_model_name_or_path in {CONFIG}")
+
+
 def teacher_models(config: Config) -> dict[str, str]:
     """Return, for each teacher that this run computes itself, its model folder, or the folder of its base model if the
     teacher is an adapter."""
@@ -175,12 +187,16 @@ def _misfits(
     lora: _Lora, parts: Mapping[str, AdaptedWeight], headers: Mapping[str, TensorHeader], base: Path
 ) -> Iterator[str]:
     """Yield the reasons why the adapter does not belong to this base model."""
-    tied, theirs = describe_model(str(base)).tied, read_weight_headers(base)
+    facts, theirs = describe_model(str(base)), read_weight_headers(base)
+    tied, hidden = facts.tied, facts.hidden
     ranks = {lora.r, *(lora.rank_pattern or {}).values()}
     for name, part in parts.items():
         found = theirs.get(name) or theirs.get(name.partition(".")[2])  # some folders omit the first name component
         a, b = (headers[key].shape if key else () for key in (part.a, part.b))
-        if found is None or ".experts." in name:
+        if name == SCORE and part.whole and found is None:
+            if headers[part.whole].shape != (1, hidden):
+                yield f"{name} is {list(headers[part.whole].shape)} in it, and a reward model's head is {[1, hidden]}"
+        elif found is None or ".experts." in name:
             yield f"it changes {name}, which is no weight of a layer of its base"
         elif tied and (EMBEDDING.search(name) or name.endswith("lm_head.weight")):
             yield f"it changes {name}, which is tied to another weight in its base"

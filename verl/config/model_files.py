@@ -25,7 +25,8 @@ _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
 _INTEGER_TABLES = ("_ids", "bias", "mask")  # positions and causal masks that some checkpoints store
 EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
-HEAD = "lm_head.weight"
+HEAD, SCORE = "lm_head.weight", "score.weight"
+"""The heads of language models and of reward models."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -207,7 +208,7 @@ def refuse_adapter(folder: Path) -> None:
     adapter = [name for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, "adapter_model.bin") if (folder / name).is_file()]
     files = (p.name for pattern in ("*.safetensors", "pytorch_model*.bin") for p in folder.glob(pattern))
     weights = sorted(name for name in files if not name.startswith("adapter_"))
-    merge = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
+    merge = f"merge it (verl export {folder} OUT_DIR --merge), and give that folder"
     if adapter and weights:
         prefix = f"a whole model ({weights[0]}) and an adapter ({adapter[0]}): it cannot be told which is meant"
         raise Refused(f"model.path={folder}: {prefix}; move the adapter's files away, or {merge}")

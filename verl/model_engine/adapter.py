@@ -62,12 +62,13 @@ class Adapter:
         return both
 
 
-def open_adapter(folder: Path, base: Path, model: Any) -> Adapter:
-    """Open an adapter of a model, which may be without storage. Raise ValueError for an adapter of another model."""
+def open_adapter(folder: Path, base: Path, model: Any, beside: Collection[str] = ()) -> Adapter:
+    """Open an adapter of a model, which may be without storage. beside: the names of its tensors that this model need
+    not have. Raise ValueError for an adapter of another model."""
     from transformers.pytorch_utils import Conv1D
 
     parts, names = read_adapter(folder, base), {name for name, _ in model.named_parameters()}
-    if strange := sorted(parts.keys() - names):
+    if strange := sorted(parts.keys() - names - {*beside}):
         raise Refused(f"{folder}: an adapter of {strange[0]}, which is no weight of {type(model).__name__}")
-    turned = {name for name in parts if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)}
+    turned = {name for name in parts.keys() & names if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)}
     return Adapter(folder / WEIGHTS, parts, turned)

@@ -1,0 +1,59 @@
+"""An adapter merged into its base: a whole model that every program can load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from verl.checkpoint.adapter_export import SCORE
+from verl.checkpoint.hf import HfExport
+from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
+from verl.checkpoint.score import classifier_config, classifier_tensors
+from verl.config.adapter import WEIGHTS, own_base
+from verl.model_engine.adapter import open_adapter
+from verl.model_engine.hf_model import load_causal_lm
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def write_merged(adapter: Path, out: Path, dtype: str) -> Path:
+    """Write the model of an adapter's folder: its base with the product of the factors added in float32, each weight
+    then cast to `dtype`. The tokenizer is the adapter's, or the base's if it has none. Return the base's folder. Raise
+    ValueError if the base is not on this machine, or is another model."""
+    base = own_base(adapter)
+    with safe_open(adapter / WEIGHTS, "pt") as file:
+        head = file.get_tensor(SCORE) if SCORE in file.keys() else None  # noqa: SIM118 - not a mapping
+    model = load_causal_lm(base, needs_lm_head=head is None)
+    open_adapter(adapter, base, model, beside=(SCORE_WEIGHT,)).add(dict(model.named_parameters()))
+    weights = _weights(model)
+    if head is not None:
+        weights = classifier_tensors(model.base_model_prefix, weights, head)
+    source = adapter if any(adapter.glob("tokenizer*")) else base
+    export = HfExport(
+        source_dir=base,
+        tokenizer_dir=source,
+        config_overrides={} if head is None else classifier_config(base, _pad_id(source)),
+    )
+    export.write(out, ((name, tensor.to(getattr(torch, dtype))) for name, tensor in weights))
+    return base
+
+
+def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor) of all weights of a model; tied ones once."""
+    saved = model.state_dict()
+    yield from ((name, p.detach()) for name, p in model.named_parameters())
+    yield from ((name, b) for name, b in model.named_buffers() if name in saved)
+
+
+def _pad_id(folder: Path) -> int | None:
+    """Return the id with which the tokenizer of a folder pads: its own, or that of its end token."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    found: int | None = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return found
