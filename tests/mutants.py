@@ -76,6 +76,8 @@ MOVED = "tests/unit/test_moved.py tests/e2e/test_older_runs.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
 SETS, NATIVE_SETS = "tests/contracts/test_weight_sync_contract.py", "tests/numerics/test_native_sets.py"
+LORA, LORA_KEYS = "tests/unit/test_lora_config.py", "tests/unit/test_compat_lora.py"
+LORA_TRAINING, LORA_EXPORT = "tests/numerics/test_lora_training.py", "tests/e2e/test_lora_export.py"
 MEDIA = "tests/unit/test_media.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
 VLLM_LINES = "tests/unit/test_rollout_vllm.py"
@@ -819,6 +821,17 @@ MUTANTS = (
         "        committed",
         "tests/unit/test_publisher.py",
     ),
+    # -- LoRA in configuration, plan and export
+    Mutant("model_engine/memory.py", '"gradients": 4 * share.trained', '"gradients": 4 * share.weights', LORA),
+    Mutant("config/lora_layers.py", "header.shape) == 2 and", "header.shape) >= 1 and", LORA),
+    Mutant("config/lora_layers.py", "self.rank * sum(", "sum(", LORA),
+    Mutant("driver/identity.py", "_model(spec.path)}", "spec.path}", LORA),
+    Mutant("planner/plan.py", "lr < LR_FACTOR * factor", "lr < factor", LORA),
+    Mutant("config/compat/lora.py", 'found["rank"] else {}', 'found["alpha"] else {}', LORA_KEYS),
+    Mutant("config/compat/lora.py", "elif value not in _HARMLESS[option]:", "elif False:", LORA_KEYS),
+    Mutant("checkpoint/safetensors_file.py", "self.names and self._splits and", "self.names and", LORA_TRAINING),
+    Mutant("model_engine/lora.py", "if not factor.isfinite().all():", "if False:", LORA_TRAINING),
+    Mutant("model_engine/merging.py", "(base, _pad_id(source))", "(base, None)", LORA_EXPORT),
     # -- LoRA sets
     Mutant("parameter_set.py", "if parameters.base != held:", "if False:", SETS),
     Mutant("rollout/native/runner.py", "self._forget_prompts(parameters.id)", "pass", NATIVE_SETS),

@@ -106,7 +106,10 @@ def add(a: int, b: int) -> str:
     """
     return str(a + b)
 '''
-LOOPS = "- {name: multi_traj_test_agent, _target_: verl.agent_loop.single_turn.SingleTurnLoop}\n"
+LOOPS = "".join(
+    f"- {{name: {name}, _target_: verl.agent_loop.single_turn.SingleTurnLoop}}\n"
+    for name in ("multi_traj_test_agent", "tau2_agent")
+)
 MULTITURN = """
 defaults: [ppo_trainer, _self_]
 hydra: {searchpath: [x]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,14 @@ from verl.driver.launch import run_rl, run_supervised
 from verl.models import tiny
 from verl.recipes import tool_arithmetic
 
-QUICK = ("retool/run_qwen35", "cispo_trainer", "ppo_trainer_megatron", "run_qwen2_7b_sft", "colocate_async")
+QUICK = (
+    "retool/run_qwen35",
+    "cispo_trainer",
+    "ppo_trainer_megatron",
+    "run_qwen2_7b_sft",
+    "colocate_async",
+    "lora/run_qwen3_8b_merge",
+)
 """One of each kind, in every run; the others with FULL_GRID=1."""
 SLOW = QUICK[0]
 SMALL = (
@@ -81,6 +89,8 @@ def small(line: Line, places: dict[str, Path], root: Path) -> list[str]:
     if line.kind == "rl":
         more.append(f"reward.path={places['GRADER']}")
         more.append(f"step.samples_per_prompt={min(3, int(keys.get('actor_rollout_ref.rollout.n', 1)))}")
+    if any(re.search(r"lora.rank=[1-9]", arg) for arg in line.args):
+        more.append("model.lora.rank=4")  # of the small model
     if "data.val_files" not in keys:
         more.append(f"data.eval_files=[{places['VAL']}]")
     return [*args, *more]

@@ -80,6 +80,12 @@ def test_targets_of_the_plan(folder):
     assert some.factors.parameters == 8 * (64 + 64 + 64 + 32)
 
 
+def test_an_exclude_that_names_no_layer_is_a_warning(folder):
+    """Public scripts exclude the vision towers that a text model has not."""
+    (line,) = planned(folder, RANK, "optim.lr=1e-4", "model.lora.exclude=['.*visual.*', o_proj]").warnings
+    assert line.startswith("model.lora.exclude=.*visual.*: no linear layer of ") and "does nothing" in line
+
+
 def test_an_adapter_that_training_starts_from_has_its_own_size(folder, tmp_path):
     plan = planned(folder, f"model.lora.path={adapter(tmp_path / 'a')}")
     assert plan.factors.parameters == 2 * 4 * 128 and plan.factors.rank == 4
@@ -114,7 +120,7 @@ def test_a_learning_rate_of_full_training_is_a_warning(folder, args, low):
             "model.lora.rank=33: model.layers.0.self_attn.k_proj of Qwen2ForCausalLM is [32, 64]",
         ),
         ((RANK, "model.lora.targets=[w_proj]"), "model.lora.targets=w_proj: no linear layer of Qwen2ForCausalLM"),
-        ((RANK, "model.lora.exclude=[w_proj]"), "model.lora.exclude=w_proj: no linear layer of Qwen2ForCausalLM"),
+        ((RANK, "model.lora.targets=['*']"), "model.lora.targets=*: not a regular expression"),
         ((RANK, "model.lora.targets=[lm_head]"), "model.lora.targets=lm_head: embeddings and the output head"),
         ((RANK, "model.lora.targets=[embed_tokens]"), "model.lora.targets=embed_tokens: embeddings and the output"),
         ((RANK, "model.lora.exclude=[all-linear]"), "no layer is left to train"),

@@ -134,9 +134,9 @@ def trained_rank(lora: Mapping[str, Any]) -> int:
     return max(read.r, *(read.rank_pattern or {}).values(), 0)
 
 
-def read_adapter(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
-    """Return the change of each weight of the base model, by name. Raise ValueError for an adapter that is not plain
-    LoRA, or that belongs to another model."""
+def read_adapter(folder: Path, base: Path, *, head: bool = False) -> dict[str, AdaptedWeight]:
+    """Return the change of each weight of the base model, by name. head: with the head of a reward model, if it has
+    one. Raise ValueError for an adapter that is not plain LoRA, or that belongs to another model."""
     lora, headers, parts = _read(folder), read_weight_headers(folder), dict[str, AdaptedWeight]()
     if not (folder / WEIGHTS).is_file():
         raise Refused(f"model.path={folder}: an adapter without {WEIGHTS}; save it again with PEFT")
@@ -150,7 +150,7 @@ def read_adapter(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
             parts.setdefault(f"{module}.weight", AdaptedWeight()).b = key
         else:
             parts.setdefault(name.replace(".base_layer.", "."), AdaptedWeight()).whole = key
-    if prefix := next(_misfits(lora, parts, headers, base), None):
+    if prefix := next(_misfits(lora, parts, headers, base, head), None):
         fix = f"name the folder of its own base in {CONFIG} (base_model_name_or_path)"
         raise Refused(f"model.path={folder}: {prefix} ({base}); {fix}, or {_MERGE}")
     return parts
@@ -184,7 +184,7 @@ def _read(folder: Path) -> _Lora:
 
 
 def _misfits(
-    lora: _Lora, parts: Mapping[str, AdaptedWeight], headers: Mapping[str, TensorHeader], base: Path
+    lora: _Lora, parts: Mapping[str, AdaptedWeight], headers: Mapping[str, TensorHeader], base: Path, head: bool
 ) -> Iterator[str]:
     """Yield the reasons why the adapter does not belong to this base model."""
     facts, theirs = describe_model(str(base)), read_weight_headers(base)
@@ -193,7 +193,7 @@ def _misfits(
     for name, part in parts.items():
         found = theirs.get(name) or theirs.get(name.partition(".")[2])  # some folders omit the first name component
         a, b = (headers[key].shape if key else () for key in (part.a, part.b))
-        if name == SCORE and part.whole and found is None:
+        if head and name == SCORE and part.whole and found is None:
             if headers[part.whole].shape != (1, hidden):
                 yield f"{name} is {list(headers[part.whole].shape)} in it, and a reward model's head is {[1, hidden]}"
         elif found is None or ".experts." in name:

@@ -10,7 +10,7 @@ from pathlib import Path
 from verl.config.adapter import read_factors
 from verl.config.model_files import TensorHeader, describe_model, find_model_folder, read_weight_headers
 from verl.config.schema import Config
-from verl.model_engine.lora_spec import LoraSpec, check_rank, target_modules, trained_by
+from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
 
 _ROUTERS = (".gate", ".router")
 """The ends of the names of routers of experts, which are no linear layers in memory."""
@@ -56,6 +56,14 @@ def lora_layer_faults(config: Config) -> Iterator[str]:
         except ValueError as exc:
             yield str(exc)
             return
+
+
+def idle_lora(config: Config) -> Iterator[str]:
+    """Yield a warning for each entry of `exclude` that names no layer of the policy."""
+    spec = trained_by(config.model.lora)
+    if spec is not None and spec.path is None:
+        for entry in idle_excludes(spec, _linears(find_model_folder(config.model.path))):
+            yield f"model.lora.exclude={entry}: no linear layer of {config.model.path} has this name; it does nothing"
 
 
 def unused_lora(config: Config, command: str) -> Iterator[str]:

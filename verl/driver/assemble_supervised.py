@@ -41,7 +41,7 @@ from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.together import open_together
 from verl.errors import Refused
 from verl.planner.disk import checkpoint_bytes
-from verl.planner.plan import low_rate
+from verl.planner.plan import trained_warnings
 from verl.track.console import LiveProgress
 from verl.types import Sample
 from verl.workers.group import DevicePlace, Drivers
@@ -90,7 +90,7 @@ async def _run_of(
     config, (stage, eval_stage, summary) = resolved.config, stages
     for line in (f"data: {summary}", *(template_lines(config, tokenizer) if command != "rm" else ())):
         progress.message(line)
-    for line in low_rate(config):
+    for line in trained_warnings(config):
         progress.message(f"warning: {line}")
     num_steps = total_steps_of(config, len(stage.table), config.step.prompts_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from verl.config.adapter import WEIGHTS, AdaptedWeight, read_adapter
+from verl.config.model_files import SCORE
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_model import load_causal_lm
@@ -62,13 +63,13 @@ class Adapter:
         return both
 
 
-def open_adapter(folder: Path, base: Path, model: Any, beside: Collection[str] = ()) -> Adapter:
-    """Open an adapter of a model, which may be without storage. beside: the names of its tensors that this model need
-    not have. Raise ValueError for an adapter of another model."""
+def open_adapter(folder: Path, base: Path, model: Any, *, head: bool = False) -> Adapter:
+    """Open an adapter of a model, which may be without storage. head: it may have the head of a reward model, which
+    this model has not. Raise ValueError for an adapter of another model."""
     from transformers.pytorch_utils import Conv1D
 
-    parts, names = read_adapter(folder, base), {name for name, _ in model.named_parameters()}
-    if strange := sorted(parts.keys() - names - {*beside}):
+    parts, names = read_adapter(folder, base, head=head), {name for name, _ in model.named_parameters()}
+    if strange := sorted(parts.keys() - names - {SCORE if head else None}):
         raise Refused(f"{folder}: an adapter of {strange[0]}, which is no weight of {type(model).__name__}")
     turned = {name for name in parts.keys() & names if isinstance(model.get_submodule(name.rpartition(".")[0]), Conv1D)}
     return Adapter(folder / WEIGHTS, parts, turned)

@@ -74,11 +74,15 @@ def target_modules(spec: LoraSpec, linears: Iterable[str], inner: Iterable[str],
     """Return the names of the layers that get factors, in the model's order.
 
     linears: the names of all linear layers but the output head · inner: those in decoder layers, for all-linear ·
-    model: its class, for messages. Raise ValueError for an entry that names no layer."""
+    model: its class, for messages. Raise ValueError for a target that names no layer."""
     every = list(linears)
-    wanted = {name for entry in spec.targets for name in _named(entry, every, inner, "targets", model)}
+    wanted = set[str]()
+    for entry in spec.targets:
+        if not (found := _named(entry, every, inner, "targets")):
+            raise Refused(f"model.lora.targets={entry}: {_no_layer(entry, every, model)}")
+        wanted |= found
     for entry in spec.exclude:
-        wanted -= _named(entry, every, inner, "exclude", model)
+        wanted -= _named(entry, every, inner, "exclude")
     if not wanted:
         raise Refused(f"model.lora.exclude={spec.exclude}: no layer is left to train; leave some of it out")
     return tuple(name for name in every if name in wanted)
@@ -93,7 +97,14 @@ def check_rank(rank: int, module: str, sides: tuple[int, int], model: str) -> No
         )
 
 
-def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str, model: str) -> set[str]:
+def idle_excludes(spec: LoraSpec, linears: Iterable[str]) -> list[str]:
+    """Return the entries of `exclude` that name none of these layers. A list for a family may have them: PEFT takes
+    it."""
+    every = list(linears)
+    return [entry for entry in spec.exclude if not _named(entry, every, every, "exclude")]
+
+
+def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str) -> set[str]:
     if entry == ALL_LINEAR:
         return {*inner}
     found = {name for name in every if f".{name}".endswith(f".{entry}")}
@@ -101,10 +112,13 @@ def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str, mod
         found |= {name for name in every if re.fullmatch(entry, name)}
     except re.error as e:
         raise Refused(f"model.lora.{key}={entry}: not a regular expression ({e}); name layers") from e
-    if not found:
-        if "embed" in entry or "lm_head" in entry or "wte" in entry:
-            why = "embeddings and the output head, which may be one tied tensor, get no factors"
-            raise Refused(f"model.lora.{key}={entry}: {why}; name linear layers of the decoder, or leave it out")
-        ends = ", ".join(sorted({name.rpartition(".")[2] for name in every}))
-        raise Refused(f"model.lora.{key}={entry}: no linear layer of {model} has this name; they are {ends}")
     return found
+
+
+def _no_layer(entry: str, every: Iterable[str], model: str) -> str:
+    """Return why an entry names no layer."""
+    if "embed" in entry or "lm_head" in entry or "wte" in entry:
+        why = "embeddings and the output head, which may be one tied tensor, get no factors"
+        return f"{why}; name linear layers of the decoder, or leave it out"
+    ends = ", ".join(sorted({name.rpartition(".")[2] for name in every}))
+    return f"no linear layer of {model} has this name; they are {ends}"

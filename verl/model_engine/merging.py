@@ -12,7 +12,6 @@ from torch import Tensor
 
 from verl.checkpoint.adapter_export import SCORE
 from verl.checkpoint.hf import HfExport
-from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_config, classifier_tensors
 from verl.config.adapter import WEIGHTS, own_base
 from verl.model_engine.adapter import open_adapter
@@ -29,7 +28,7 @@ def write_merged(adapter: Path, out: Path, dtype: str) -> Path:
     with safe_open(adapter / WEIGHTS, "pt") as file:
         head = file.get_tensor(SCORE) if SCORE in file.keys() else None  # noqa: SIM118 - not a mapping
     model = load_causal_lm(base, needs_lm_head=head is None)
-    open_adapter(adapter, base, model, beside=(SCORE_WEIGHT,)).add(dict(model.named_parameters()))
+    open_adapter(adapter, base, model, head=True).add(dict(model.named_parameters()))
     weights = _weights(model)
     if head is not None:
         weights = classifier_tensors(model.base_model_prefix, weights, head)

@@ -17,7 +17,7 @@ from verl.algorithms.presets import settled
 from verl.chat import parsing
 from verl.config.adapter import teacher_models
 from verl.config.devices import on_cuda
-from verl.config.lora_layers import TrainedFactors, trained_factors
+from verl.config.lora_layers import TrainedFactors, idle_lora, trained_factors
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
 from verl.config.schema import Config, OptimConfig
@@ -139,8 +139,10 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
         yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end; null saves by time"
 
 
-def low_rate(config: Config) -> Iterator[str]:
-    """Yield a warning about a learning rate that is usual for another optimizer, or for training of all weights."""
+def trained_warnings(config: Config) -> Iterator[str]:
+    """Yield the warnings about what is trained: a learning rate that is usual for another optimizer or for training of
+    all weights, and settings of LoRA that do nothing."""
+    yield from idle_lora(config)
     factor, lr = OPTIMIZERS[config.optim.name].lr_factor, config.optim.lr
     if trained_by(config.model.lora) is not None and lr < LR_FACTOR * factor * OptimConfig().lr:
         usual = f"factors want about {LR_FACTOR:g} times the rate of training all weights"
@@ -153,7 +155,7 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
     """Return the warnings about the objective; `verl train` also prints them at its start."""
     given, p = config.algorithm.given(), config.pipeline
     preset = settled(config.algorithm.name, given)
-    yield from low_rate(config)
+    yield from trained_warnings(config)
     if given.get("kl_loss_form") == "k1":
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     if preset.critic and preset.critic.critic_warmup_until and not preset.critic.critic_warmup_steps:

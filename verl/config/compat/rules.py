@@ -18,7 +18,7 @@ import yaml
 from verl.bounds import bounded_yaml
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
 from verl.config.backends import SYNC, import_object, traits_of
-from verl.config.compat import layout, objective, optimizer
+from verl.config.compat import layout, lora, objective, optimizer
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 from verl.config.model_files import context_tokens
 from verl.config.served import reachable
@@ -409,6 +409,7 @@ _OF_RUN = (
     _batch,
     optimizer.schedule,
     optimizer.optimizer,
+    lora.lora,
     _eval,
     _eval_steps,
     _overlong,

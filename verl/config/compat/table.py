@@ -74,6 +74,25 @@ DISTILLATION: Mapping[str, str] = MappingProxyType(
 line is refused, with a message that names our key."""
 
 
+_ZERO = "nothing: a pass draws no random numbers, or the rollout would sample from another policy"
+PEFT: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(("peft_config", "use_peft", "load_lora"), "model.lora.rank=32"),
+        **dict.fromkeys(("r", "lora_r"), "model.lora.rank"),
+        "lora_alpha": "model.lora.alpha",
+        "use_rslora": "model.lora.rslora",
+        **dict.fromkeys(("target_modules", "lora_target_modules", "layers_to_transform"), "model.lora.targets"),
+        "exclude_modules": "model.lora.exclude",
+        "lora_dropout": _ZERO,
+        "bias": "nothing: only factors are trained (bias=none)",
+        "modules_to_save": "nothing: only factors are trained, and a reward model's head",
+        **dict.fromkeys(("use_dora", "init_lora_weights"), "nothing: plain LoRA starts at the base model"),
+        **dict.fromkeys(("task_type", "lora_task_type"), "nothing: it follows from the verb"),
+    }
+)
+"""Our keys for the fields of PEFT's LoraConfig (TRL's `peft_config`), which are refused in the same way."""
+
+
 @dataclass(frozen=True, slots=True)
 class KeyRow:
     """One row of the table. `targets` are our keys; the first lines of table.tsv describe `rule`, `text` and the
@@ -192,6 +211,8 @@ def unknown_key(key: str, origin: str = "", value: str = "VALUE") -> str:
         return f"{message}: a section; its keys are {', '.join(below)}"
     if key in DISTILLATION:
         return f"{message}: TRL's name; here: {DISTILLATION[key]}"
+    if (field := key.removeprefix("peft_config.")) in PEFT:
+        return f"{message}: PEFT's name; here: {PEFT[field]}"
     rows = key_rows()
     if key in rows and rows[key].action == "mapped":
         return f"{message}: verl's name, only on the command line; here it is {' and '.join(rows[key].targets)}"
