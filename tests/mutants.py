@@ -397,7 +397,12 @@ MUTANTS = (
     Mutant("model_engine/adapter.py", "mine.copy_(file.get_slice(part.whole)[index])", "pass", ADAPTER),
     Mutant("model_engine/adapter.py", "if c.adapter is not None:", "if False:", ADAPTER),
     Mutant("model_engine/adapter.py", "            self.add(into)", "", ADAPTER),
-    Mutant("model_engine/adapter.py", "if strange := sorted(parts.keys() - names):", "if False:", ADAPTER),
+    Mutant(
+        "model_engine/adapter.py",
+        "if strange := sorted(parts.keys() - names - {SCORE if head else None}):",
+        "if False:",
+        ADAPTER,
+    ),
     Mutant("model_engine/lm_head.py", "if wanted.adapter is not None:", "if False:", ADAPTER),
     Mutant("model_engine/optim.py", "lerp_(p, 1 - decay)", "lerp_(p, decay)", SEVERAL),
     Mutant("algorithms/estimators.py", "rewarded * likes > 0", "rewarded * likes < 0", SEVERAL),

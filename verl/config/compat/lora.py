@@ -63,10 +63,10 @@ def lora(given: Given) -> Result:
     every = [*_keys(given, SECTIONS), *_keys(given, (CRITIC,))]
     own = given.native.get("model.lora.rank"), given.native.get("model.lora.path"), given.native.get("model.lora")
     if not any((found["rank"], found["path"], *own)):
-        _check_critic(given, {}, "actor_rollout_ref.model.lora_rank=0")
+        _check_critic(given, {})
         given.ignore("only read with lora_rank > 0", *every)
         return {}
-    _check_critic(given, found, "the actor's")
+    _check_critic(given, found)
     given.ignore("the critic is trained as the actor is", *_keys(given, (CRITIC,)))
     _unused(given)
     if found["path"] is not None:
@@ -121,7 +121,7 @@ def _unused(given: Given) -> None:
             given.ignore("this is what is done here", key)
 
 
-def _check_critic(given: Given, actor: Mapping[str, Any], whose: str) -> None:
+def _check_critic(given: Given, actor: Mapping[str, Any]) -> None:
     """Raise ValueError for a critic with a rank or an adapter that the actor has not."""
     if given.values.get("algorithm.adv_estimator", "gae") != "gae":
         return  # the only estimator with a critic, and verl's default
@@ -129,9 +129,7 @@ def _check_critic(given: Given, actor: Mapping[str, Any], whose: str) -> None:
         for name in _READ[own]:
             key = f"{CRITIC}{name}"
             if key in given.values and (given.value(key) or None) != (actor.get(own) or None):
-                raise Refused(
-                    f"{key}={given.value(key)}: the critic is trained as the actor is ({whose}); make them agree"
-                )
+                raise Refused(f"{key}={given.value(key)}: the critic is trained as the actor is; make them agree")
 
 
 def _layers(value: Any) -> list[str]:
