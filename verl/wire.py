@@ -19,6 +19,20 @@ FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64":
 """The bits of exponent and mantissa of each dtype, by torch's name, the narrower ones first."""
 
 
+JOINED = ("q_proj", "k_proj", "gate_proj", "w1")
+"""Projections to which servers append the rows of another one: a block must not have rows of both."""
+
+
+def split_block(name: str, shape: Sequence[int]) -> str:
+    """Return why servers cannot read this tensor of a model folder in blocks, or "". It need not be a projection."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    if len(shape) > 2 and ".experts." in name:
+        return f"{name} {[*shape]}: experts that are saved as one tensor have no blocks that a server reads"
+    if module in JOINED and len(shape) > 1 and shape[-2] % FP8_BLOCK:
+        return f"{name} {[*shape]}: a server appends another projection, and no block of {FP8_BLOCK} rows ends there"
+    return ""
+
+
 def holds(wide: str, narrow: str) -> bool:
     """Return True if the first dtype represents every value of the second."""
     return all(a >= b for a, b in zip(FLOATS[wide], FLOATS[narrow], strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,10 @@ FAULTS = [
     (
         ["rollout.dtype=fp8", "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1"],
         "dtype=fp8 with rollout.url=http://127.0.0.1:1: a server that runs was not started with a model of such",
+    ),
+    (
+        ["rollout.dtype=fp8", "rollout.engine=vllm", f"rollout.python={sys.executable}"],
+        "vllm: model.layers.0.self_attn.q_proj.weight [64, 64]: a server appends another projection, and no block of",
     ),
     (["model.dtype=bf16"], "did you mean bfloat16"),
     (["model.device=gpu"], "auto, cpu, cuda"),

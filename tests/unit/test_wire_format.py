@@ -14,6 +14,7 @@ from families import QWEN3_MOE
 from torch import nn
 from transformers import DeepseekV3Config, FalconMambaConfig, Qwen3Config
 
+from verl.checkpoint.block_fp8 import scale_parts
 from verl.checkpoint.safetensors_file import host_bytes
 from verl.driver.publisher import Publisher
 from verl.model_engine.base import whole_part
@@ -123,6 +124,14 @@ def test_a_dense_model_travels_in_half_of_the_bytes_to_a_server_but_for_its_vect
     config = Qwen3Config(hidden_size=256, intermediate_size=512, num_hidden_layers=2, vocab_size=1000)
     found = format_of_server(config, torch.bfloat16)
     assert all(name.endswith("norm.weight") for name in found.exceptions)
+
+
+def test_scales_are_cut_at_whole_blocks_alone() -> None:
+    """Of a tensor that a folder holds as two."""
+    parts = [("a.x_proj.weight", (256, 300), 0), ("a.y_proj.weight", (100, 300), 256)]
+    names = [("a.x_proj.weight_scale_inv", (2, 3), 0), ("a.y_proj.weight_scale_inv", (1, 3), 2)]
+    assert scale_parts((356, 300), parts) == names
+    assert scale_parts((356, 300), [(name, (178, 300), 178 * i) for i, (name, _, _) in enumerate(parts)]) == []
 
 
 def test_factors_of_an_adapter_are_not_quantised() -> None:

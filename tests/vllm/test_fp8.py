@@ -7,6 +7,7 @@ import asyncio
 import shutil
 import stat
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,10 +28,10 @@ from verl.rollout import vllm
 from verl.rollout.base import RolloutContext, ServerPlace
 from verl.weight_sync.base import checksum
 
-SIZES = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 384}
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128, "max_position_embeddings": 512}
+SIZES = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 3, "intermediate_size": 512}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 512}
 
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "norm_topk_prob": True}
 MODELS = {
     "dense": lambda: Qwen3Config(**SIZES, **HEADS, tie_word_embeddings=False),
     "experts": lambda: Qwen3MoeConfig(**SIZES, **HEADS, **EXPERTS, tie_word_embeddings=False),
@@ -61,12 +62,13 @@ def sync(request: pytest.FixtureRequest, python: str, tmp_path: Path) -> ModuleT
     def trainer(cls: type[TorchEngine] = TorchEngine) -> TorchEngine:
         return cls(module, EngineSettings(optim=OptimSpec(lr=0.01, weight_decay=0.0), dtype="float32"))
 
-    def rollout(context: RolloutContext) -> Any:
+    def rollout(context: RolloutContext, processes: int = 1) -> Any:
         place = ServerPlace(model=str(tmp_path / "model"), log=tmp_path / "vllm.log", python=python)
-        return vllm.build(vllm.Options(threads=1), replace(context, place=place, dtype=torch.bfloat16, fp8=True))
+        options = vllm.Options(threads=1, tensor_parallel_size=processes)
+        return vllm.build(options, replace(context, place=place, dtype=torch.bfloat16, fp8=True))
 
     found.trainer = trainer  # type: ignore[attr-defined]
-    found.ROLLOUTS["vllm"] = rollout
+    found.ROLLOUTS |= {"vllm": rollout, "vllm of two processes": partial(rollout, processes=2)}
     return found
 
 
@@ -108,6 +110,21 @@ def test_vllm_computes_with_our_blocks(sync: ModuleType) -> None:
             assert {name: checksum(joined(name, ours)) for name in held.keys() - packed} == {
                 name: found for name, found in held.items() if name not in packed
             }
+            await world.update()
+        await replica.close()
+
+    asyncio.run(asyncio.wait_for(test(), 600))
+
+
+@pytest.mark.full("one process and whole versions, above; the parts of a layer are cut by vLLM")
+def test_two_processes_read_blocks_from_buckets(sync: ModuleType) -> None:
+    async def test() -> None:
+        world = sync.fp8_world("shm, buckets")
+        replica = world.rollout("vllm of two processes")
+        world.actor.wire_format = (await replica.capabilities()).weights
+        for version in range(2):
+            report = await world.publish([replica], version)
+            assert report.verified_tensors == report.num_tensors and 0 < report.canary_mean_abs < 0.5
             await world.update()
         await replica.close()
 

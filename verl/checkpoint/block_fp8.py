@@ -10,12 +10,10 @@ from torch import nn
 
 from verl.checkpoint.hf import saved_as
 from verl.nn.fp8 import SCALES, in_blocks
-from verl.wire import FP8, FP8_BLOCK
+from verl.wire import FP8, FP8_BLOCK, split_block
 
 Part = tuple[str, tuple[int, ...], int]
 """Name, shape and first row of a tensor of a folder, which is a run of rows of a tensor of the model."""
-JOINED = ("q_proj", "k_proj", "gate_proj")
-"""Projections to which servers append the rows of another one: a block must not have rows of both."""
 
 
 def quantization_config(model: nn.Module) -> dict[str, Any]:
@@ -58,9 +56,8 @@ def scale_parts(shape: Sequence[int], weights: Sequence[Part]) -> list[Part]:
 def _split_blocks(shape: Sequence[int], weights: Sequence[Part]) -> str:
     """Return why the scales of a weight of this shape have no place in a folder, or ""."""
     for part, of, first in weights:
-        last = first % shape[-2] + of[-2] == shape[-2]
-        if not part.endswith(".weight"):
-            return f"{part} {[*of]}: experts that are saved as one tensor have no blocks that a server reads"
-        if of[-2] % FP8_BLOCK and (not last or part.split(".")[-2] in JOINED):
-            return f"{part} {[*of]}: a server appends another projection, and no block of {FP8_BLOCK} rows ends there"
+        if why := split_block(part, of):
+            return why
+        if first % shape[-2] % FP8_BLOCK:
+            return f"{part} {[*of]}: it begins amid a block of {FP8_BLOCK} rows"
     return ""

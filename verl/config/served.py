@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from verl.config.backends import ROLLOUT, SYNC, faults_of, traits_of
-from verl.config.model_files import describe_model
+from verl.config.model_files import describe_model, find_model_folder, read_weight_headers
 from verl.config.schema import Config
-from verl.wire import FP8
+from verl.wire import FP8, split_block
 
 if TYPE_CHECKING:
     from verl.rollout.base import Traits
@@ -48,6 +48,8 @@ def rollout_faults(config: Config, command: str) -> Iterator[str]:
     elif r.dtype == FP8 and r.url is not None:
         why = "a server that runs was not started with a model of such weights"
         yield f"rollout.dtype=fp8 with rollout.url={r.url}: {why}; set rollout.python, so that it is started here"
+    elif r.dtype == FP8 and traits.server and (why := _split_block(config)):
+        yield f"rollout.dtype=fp8 with {engine}: {why}; set rollout.engine=native, or rollout.dtype=bfloat16"
     if not traits.server:
         servers = " or ".join(name for name in ROLLOUT if traits_of(name).server)
         for key, value in (("python", r.python), ("url", r.url)):
@@ -130,6 +132,15 @@ def _draws(config: Config, traits: Traits, engine: str, command: str) -> Iterato
         elif (most := traits.max_candidates) and cut and not 0 < (top_k or _vocab(config)) <= most:
             why = f"it tells the log-probs of truncated draws for top_k from 1 to {most} alone"
             yield f"{prefix}: {why}; set {of}.top_k={min(most, 1024)}, or leave top_p, top_k and min_p out"
+
+
+def _split_block(config: Config) -> str:
+    """Return why servers cannot read the model in blocks of 8 bits, or "", also if the folder cannot be read."""
+    try:
+        tensors = read_weight_headers(find_model_folder(config.model.path))
+    except ValueError:
+        return ""
+    return next(filter(None, (split_block(name, tensor.shape) for name, tensor in tensors.items())), "")
 
 
 def _vocab(config: Config) -> int:
