@@ -4,8 +4,9 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
-from small_runs import metrics_of, small_run
+from small_runs import metrics_of, small_run, tensors_of
 
 from verl.model_engine.lora import read_lora
 
@@ -59,3 +60,17 @@ def test_engines_compute_with_the_factors_unmerged(tmp_path, tiny_model, arithme
     found = metrics_of(tmp_path / "r")
     assert found[2]["sync/bytes"] == adapter_bytes(tmp_path / "r" / "checkpoints" / "step_2" / "hf")
     assert found[2]["mismatch/max_abs_dlogp"] < 1e-5
+
+
+def test_ppo_trains_critic_and_policy_on_one_base(tmp_path, tiny_model, arithmetic_data):
+    more = ("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1", "critic.lr=3e-3")
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *LORA, *more)
+    found = metrics_of(tmp_path / "r")
+    for step in (1, 2, 3):
+        assert found[step]["critic/grad_norm"] > 0 and found[step]["actor/grad_norm"] > 0
+        assert found[step]["mismatch/max_abs_dlogp"] < 1e-5, "the critic leaves the policy's factors alone"
+    saved = tensors_of(tmp_path / "r", 3, "critic")
+    assert any("value_head" in name for name in saved) and not any(name.endswith("proj.weight") for name in saved)
+    policy = tensors_of(tmp_path / "r", 3)
+    unlike = [n for n in policy if n.endswith("lora_B") and not torch.equal(policy[n], saved[n])]
+    assert unlike, "each role has factors of its own"

@@ -24,11 +24,16 @@ from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.config.tree import changed
 from verl.errors import Refused
+from verl.model_engine.base import EngineContext
 from verl.model_engine.layout import Layout
 from verl.model_engine.lora import A, B, is_factor
 from verl.model_engine.lora_spec import LoraSpec, lora_faults
 from verl.model_engine.memory import RankWork, memory
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.options import Options
+from verl.model_engine.sibling import build_sibling
+from verl.model_engine.torch_engine import build as build_engine
+from verl.objective import Term, TermValue
 from verl.parameter_set import ParameterSet
 
 REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
@@ -321,3 +326,30 @@ def test_an_adapter_is_one_file_however_many_factors_it_has(tmp_path, monkeypatc
     write_adapter(tmp_path, parameters, tmp_path, named.items())
     read = load_file(tmp_path / "adapter_model.safetensors")
     assert read.keys() == named.keys() and all(torch.equal(read[name], tensor) for name, tensor in named.items())
+
+
+def test_a_sibling_computes_as_an_engine_with_a_base_of_its_own(tmp_path):
+    """A critic on the policy's base, whose updates and those of the policy alternate."""
+    make().save_pretrained(tmp_path)
+    given = {"folder": tmp_path, "lora": SPEC, "optim": OptimSpec(lr=1e-2), "dtype": "float32"}
+    policy = build_engine(Options(), EngineContext(**given))
+    context = EngineContext(**given, head="value")
+    critic, alone = build_sibling(policy, Options(), context), build_engine(Options(), context)
+    terms = (Term(name="loss", fn=lambda c: TermValue((c["values"] - 1) ** 2), outputs=("values",)),)
+    batch = batch_of(samples())
+    before = params(policy)
+    for _ in range(3):
+        for e in (critic, alone):
+            e.forward_backward(batch, terms)
+            e.optim_step()
+        policy.forward_backward(batch, NLL)
+        policy.optim_step()
+        found = [e.infer(batch, ("values",))["values"] for e in (critic, alone)]
+        assert torch.equal(*found) and found[0].abs().max() > 0
+    assert all(torch.equal(p, params(alone)[n]) for n, p in params(critic).items())
+    theirs = {n: p.data_ptr() for n, p in policy.model.named_parameters() if not is_factor(n)}
+    ours = {n: p.data_ptr() for n, p in critic.model.named_parameters() if not is_factor(n)}
+    assert ours == theirs, "one base"
+    changed = {n for n, p in params(policy).items() if not torch.equal(p, before[n])}
+    assert changed == {n for n in before if is_factor(n)}
+    assert policy.check_packing(share_prefix=True) < 1e-3 > critic.check_packing(share_prefix=True)

@@ -59,6 +59,9 @@ class Backend:
     """The row that publishes LoRA sets in its place, since it cannot send a version whole."""
     traits: str = "verl.rollout.base:IN_PROCESS"
     """`module:name`: the abilities of a rollout engine."""
+    sibling: str = ""
+    """`module:function`: (engine, options, context) -> a second model engine on the frozen base of the first one.
+    Empty: it has none."""
     package: str = ""
     """The pip requirement of a module that is not part of verl."""
     requires: tuple[str, str] | None = None
@@ -91,6 +94,7 @@ MODEL: Table = {
         options="verl.model_engine.options:Options",
         faults="verl.model_engine.faults:torch_faults",
         across_processes="sharded",
+        sibling="verl.model_engine.sibling:build_sibling",
     ),
     "sharded": Backend(
         build="verl.model_engine.rank_engine:build",

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
 from verl.config.backends import CLUSTER, TABLES, address_of, backend_of, faults_of, layout_of
-from verl.config.devices import default_device
+from verl.config.devices import default_device, offloaded
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
 from verl.model_engine.layout import Layout
@@ -28,9 +28,11 @@ ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", 
 def roles_of_policy(config: Config) -> frozenset[str]:
     """Return the roles that have no workers of their own, since the policy's workers compute them on its frozen base.
     An adapter that training starts from is kept by whole layers, which tensor parallelism does not have."""
-    lora = trained_by(config.model.lora)
-    kept = lora is not None and (lora.path is None or config.parallel.tensor == 1)
-    return frozenset({"ref"}) if kept else frozenset()
+    if (lora := trained_by(config.model.lora)) is None:
+        return frozenset()
+    ref = {"ref"} if lora.path is None or config.parallel.tensor == 1 else set[str]()
+    shares = backend_of(config, "model").sibling and not offloaded(config, trained=True)
+    return frozenset(ref | ({"critic"} if shares and config.critic.path in (None, config.model.path) else set[str]()))
 
 
 def placed_roles(config: Config) -> tuple[str, ...]:

@@ -152,8 +152,12 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     c, optim = context.config.critic, critic_optim(context.config, context.updates)
     if c.path is not None:
         _tokenizer_of(context.config, "critic.path", Path(c.path).expanduser())
-    spec = role_spec(context, "critic", optim=optim, head="value", path=c.path)
-    return workers_of(context, replace(spec, proven=True))
+    spec = replace(role_spec(context, "critic", optim=optim, head="value", path=c.path), proven=True)
+    if "critic" not in roles_of_policy(context.config):
+        return workers_of(context, spec)
+    assert context.actor is not None, "the policy is started first"
+    spec = replace(spec, engine=backend_of(context.config, "model").sibling)
+    return ModelWorkers(context.actor.opened(spec), layout=context.cluster.layout, place=context.cluster.place("actor"))
 
 
 def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:

@@ -50,7 +50,7 @@ class Passes:
         self.possible = LM_OUTPUTS if settings.head == "lm" else VALUE_OUTPUTS
         self._copy = self._compute_copy() if self._precision.copies else None
         self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
-        self._models_attention = local.model.config._attn_implementation or "eager"
+        self.models_attention = local.model.config._attn_implementation or "eager"
         self.compiled = CompiledLayers() if settings.compile else None
         self._own_forward()
         self._teacher = settings.teacher and settings.teacher.moved_to(
@@ -121,7 +121,7 @@ class Passes:
         model = self.local.model
         trained, kept = model.training, [(name, p, p.data) for name, p in model.named_parameters()]
         model.eval()
-        model.set_attn_implementation(self._models_attention)
+        model.set_attn_implementation(self.models_attention)
         unfuse(model)
         try:
             with self.local.factors_merged() if merged else nullcontext(), rounded:

@@ -261,7 +261,7 @@ class ShardedPasses(Passes):
         model = self.local.model
         with torch.device("meta"):
             own: Any = type(model)(copy.deepcopy(model.config)).eval().requires_grad_(False)
-        own.set_attn_implementation(self._models_attention)
+        own.set_attn_implementation(self.models_attention)
         fix_rope(own, self.local.settings.longest)
         sharded = dict(model.named_parameters(remove_duplicate=False))
         layers = {id(module) for module in layers_of(own)}

@@ -223,11 +223,13 @@ def _process_items(config: Config, tokens: int) -> dict[str, int]:
     teachers = learned if "teacher" in preset.roles() else []
     average = actor["gradients"] if config.teacher.ema else 0  # as large as what is trained
     snapshot = actor["weights"] if config.pipeline.staleness > 0 else 0  # training continues while it is sent
+    shared = roles_of_policy(config)
+    critics = ("gradients", "optimizer states", *(() if "critic" in shared else ("weights",)))
     return {
         "master weights": actor["weights"],
         **{name: actor[name] for name in ("gradients", "optimizer states", "compute copy of weights")},
-        "reference policy": actor["weights"] if needs_reference(config) and "ref" not in roles_of_policy(config) else 0,
-        "critic with its optimizer": sum(critic.get(n, 0) for n in ("weights", "gradients", "optimizer states")),
+        "reference policy": actor["weights"] if needs_reference(config) and "ref" not in shared else 0,
+        "critic with its optimizer": sum(critic.get(n, 0) for n in critics),
         "teacher": average or sum(items["weights"] for items in teachers),
         "teacher's activations": max((items["inference activations"] for items in teachers), default=0),
         "teacher's head": actor.get("teacher's head", 0),

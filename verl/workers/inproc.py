@@ -85,6 +85,11 @@ class SharedEngine:
     def __init__(self, engine: ModelEngine, rank: VirtualRank) -> None:
         self._engine, self._rank = engine, rank
 
+    @property
+    def whole(self) -> ModelEngine:
+        """The engine that the ranks share."""
+        return self._engine
+
     def forward_backward(
         self, batch: Batch, terms: Sequence[Term], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
     ) -> StepOutput:

@@ -25,7 +25,8 @@ from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
 from verl.workers.host import RankMemory
 from verl.workers.rank_batch import RankStep
-from verl.workers.role import AS_SAMPLED, Role, UpdatePlan, View
+from verl.workers.role import AS_SAMPLED, Role, RoleSpec, UpdatePlan, View
+from verl.workers.siblings import SiblingGroup
 from verl.workers.waits import result_of
 
 A = TypeVar("A")
@@ -104,6 +105,12 @@ class ModelWorkers:
     def with_view(self, view: View) -> ModelWorkers:
         """Return the same workers as a frozen model that reads its rows with this view."""
         return ModelWorkers(self._group, replace(self.capabilities, trains=False), self._layout, view, self._place)
+
+    def opened(self, spec: RoleSpec) -> WorkerGroup:
+        """Open a second role in these workers, on the frozen base of their model, and return its group."""
+        opening = self._group.submit(Role.open_sibling, Broadcast((spec,)))
+        result_of(opening, f"{spec.name}, on the base of {self._group.name}, was not built", START_TIMEOUT_S)
+        return SiblingGroup(self._group, spec.name)
 
     def logprobs(self, refs: Refs) -> Future[list[np.ndarray]]:
         """Return the log-probs of the trainable tokens of each row, float32, without writing a column."""

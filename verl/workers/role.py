@@ -3,10 +3,10 @@ outputs into columns. Publishing (role_publishing.py) and saving (role_saving.py
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ from verl.workers.inproc import SharedEngine, VirtualRank
 from verl.workers.rank_batch import RankStep, batch_of_step, informed
 from verl.workers.role_publishing import RolePublishing, is_first
 from verl.workers.role_saving import RoleSaving
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,27 @@ class Role:
         self.share_prefix, self._turn_end = share_prefix, turn_end
         self.publishing = RolePublishing(name, engine, sender, self.ranks)
         self.saving = RoleSaving(name, engine, hf_export, self.ranks)
+
+        self._siblings: dict[str, Role] = {}
+
+    # -- a second role on the same base --------------------------------------------------------------------------------
+
+    def open_sibling(self, spec: RoleSpec) -> None:
+        """Build a second role in this worker, by the function `engine` of the spec: its model shares the frozen base of
+        this one's."""
+        built: Any = None
+        if not isinstance(self.engine, SharedEngine) or self.ranks.rank == 0:
+            first = getattr(self.engine, "whole", self.engine)
+            built = import_object(spec.engine)(first, spec.options, spec.context)
+            if spec.proven:
+                with built.awake():
+                    built.check_packing(share_prefix=spec.share_prefix and built.capabilities.shares_prefix)
+        engine = self.ranks.all_gather(built)[0] if isinstance(self.engine, SharedEngine) else built
+        (self._siblings[spec.name],) = roles_of(engine, spec, ranks=[self.ranks])
+
+    def as_sibling(self, name: str, method: Callable[..., T], args: tuple[Any, ...]) -> T:
+        """Call a method of the second role with this name."""
+        return method(self._siblings[name], *args)
 
     # -- rows in, columns out ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,38 @@
+"""A second engine on the frozen base of another engine's model: factors, head and optimizer of its own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from verl.model_engine.base import EngineContext
+from verl.model_engine.options import Options
+from verl.model_engine.torch_engine import TorchEngine, build
+from verl.nn.fused import unfuse
+
+
+def build_sibling(engine: TorchEngine, options: Options, context: EngineContext) -> TorchEngine:
+    """Build the engine of another role of the same folder. It reads the tensors of the first engine's base, which LoRA
+    never changes. The two engines take turns: a pass may replace the values of the base meanwhile (emulated bfloat16).
+    """
+    assert engine.local.lora is not None and context.lora is not None, "only the base of LoRA is shared"
+    assert not engine.settings.offload, "offloaded weights have one owner"
+    return build(options, context, model=_same_tensors(engine))
+
+
+def _same_tensors(engine: TorchEngine) -> Any:
+    """Return the model of an engine as it was loaded, with modules of its own and the same parameters and buffers, and
+    without factors."""
+    model, lora = engine.model, engine.local.lora
+    assert lora is not None
+    shared: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers())} | {id(lora): lora}
+    found: Any = copy.deepcopy(model, shared)
+    unfuse(found)
+    for module in found.modules():
+        module._forward_hooks.clear()
+        module._forward_pre_hooks.clear()
+    for name in lora.names:
+        module, _, leaf = name.rpartition(".")
+        del found.get_submodule(module)._parameters[leaf]
+    found.set_attn_implementation(engine.passes.models_attention)
+    return found
