@@ -200,7 +200,7 @@ def test_the_exported_folder_is_an_adapter_that_peft_and_training_load(peft, tmp
     ours = trained(model)
     snapshot = ours.snapshot()
     want = ours.own_logprobs([torch.arange(1, 12).numpy()], "float32")[0]
-    with torch.no_grad():  # training goes on while the snapshot is written
+    with torch.no_grad():  # training continues while the snapshot is written
         for name, p in ours.model.named_parameters():
             p.mul_(2.0 if is_factor(name) else 1.0)
     HfExport(base).write(tmp_path / "hf", snapshot.weights(), ours.exported_set)
@@ -329,7 +329,7 @@ def test_an_adapter_is_one_file_however_many_factors_it_has(tmp_path, monkeypatc
 
 
 def test_a_sibling_computes_as_an_engine_with_a_base_of_its_own(tmp_path):
-    """A critic on the policy's base, whose updates and those of the policy alternate."""
+    """A critic on the policy's base; its updates and those of the policy alternate."""
     make().save_pretrained(tmp_path)
     given = {"folder": tmp_path, "lora": SPEC, "optim": OptimSpec(lr=1e-2), "dtype": "float32"}
     policy = build_engine(Options(), EngineContext(**given))

@@ -1,4 +1,4 @@
-"""The workers of a second role in the workers of another one, whose model's frozen base they share."""
+"""The workers of a second role in the workers of another one: both roles have the same frozen base."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class SiblingGroup:
-    """A `WorkerGroup` whose calls run in the workers of another role, in turn with the calls of that role. name: the
+    """A `WorkerGroup` that makes its calls in the workers of another role, in turn with the calls of that role. name: the
     name of the second role, which `Role.open_sibling` has opened there"""
 
     def __init__(self, group: WorkerGroup, name: str) -> None:
