@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class SiblingGroup:
-    """A `WorkerGroup` that makes its calls in the workers of another role, in turn with the calls of that role. name: the
+    """A `WorkerGroup` that calls the workers of another role, in turn with the calls of that role. name: the
     name of the second role, which `Role.open_sibling` has opened there"""
 
     def __init__(self, group: WorkerGroup, name: str) -> None:
