@@ -41,6 +41,7 @@ SPLIT = "tests/numerics/test_split.py tests/numerics/test_virtual_ranks.py"
 ENGINE = "tests/numerics/test_engine.py tests/numerics/test_engine_core.py tests/numerics/test_split.py"
 OPTIM = "tests/unit/test_optim.py tests/numerics/test_engine.py"
 RULES = "tests/numerics/test_optimizers.py"
+COMPILED = "tests/numerics/test_compiled.py"
 STEP = "tests/unit/test_compute.py tests/unit/test_step.py tests/numerics/test_settings.py"
 E2E = "tests/e2e/test_presets.py::"
 KL, WAITS = (
@@ -314,6 +315,8 @@ MUTANTS = (
     Mutant("model_engine/host_places.py", "        self._copies.wait()\n", "", AWAY),
     Mutant("model_engine/torch_engine.py", 'self.offload.soon("optimizer")', "pass", AWAY),
     Mutant("model_engine/updates.py", "self.steps += 1", "pass", f"{OPTIM} tests/e2e/test_resume.py"),
+    Mutant("nn/compiled.py", "torch.cat([-second, first]", "torch.cat([second, first]", COMPILED),
+    Mutant("nn/compiled.py", "if self.graphs >= len(self._parts) + RECOMPILES", "if False", COMPILED),
     Mutant("model_engine/update_rules.py", "code += shares >= tables", "code += shares > tables", RULES),
     Mutant("model_engine/optimizers.py", '"betas": spec.betas, "eps": spec.eps', '"eps": spec.eps', OPTIM),
     Mutant("model_engine/optimizers.py", "spec.weight_decay if decayed else 0.0", "spec.weight_decay", OPTIM),
