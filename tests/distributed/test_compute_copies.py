@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import EXPERTS, Case, differences, engine, model, on_rank, one_process, share, together
+from cases import EXPERTS, LORA, Case, differences, engine, model, on_rank, one_process, share, together
 from forked import run
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -36,8 +36,9 @@ TWO = LAYOUTS["FSDP"]
 
 
 def case_of(name: str, role: str) -> Case:
-    kind = EXPERTS if LAYOUTS[name].expert > 1 else "llama, biases" if name == "FSDP" else "qwen3, tied"
-    return Case(LAYOUTS[name], role, model=kind)
+    at = LAYOUTS[name.removesuffix(LORA)]
+    kind = EXPERTS if at.expert > 1 else "llama, biases" if name.startswith("FSDP") else "qwen3, tied"
+    return Case(at, role, model=kind + LORA * name.endswith(LORA))
 
 
 def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
@@ -48,13 +49,14 @@ def error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
 
 
 def model_names(of: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
-    return [(n, t) for n, t in of.items() if n.endswith(("weight", "bias"))]
+    return [(n, t) for n, t in of.items() if n.endswith(("weight", "bias", "lora_A", "lora_B"))]
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_the_gradients_of_ranks_are_those_of_the_copy_of_one_process(role):
     """Slices are summed in bfloat16, elsewhere sums differ in their order; the gradients are reduced in float32."""
-    for name in LAYOUTS if role == "actor" else ("FSDP", "TP", "PP"):
+    factors = [name + LORA for name in ("one", "HSDP", "FSDP x TP", "PP")]
+    for name in (*LAYOUTS, *factors) if role == "actor" else ("FSDP", "TP", "PP"):
         case = case_of(name, role)
         exact, own = one_process(case), one_process(case, **COPIES)
         found = together(case, run(case.layout.world_size, lambda rank, case=case: on_rank(case, rank, **COPIES)))
@@ -63,7 +65,7 @@ def test_the_gradients_of_ranks_are_those_of_the_copy_of_one_process(role):
         assert usual > 5e-3, "the copy changes nothing"
         assert apart < (1.6 * usual if case.layout.tensor > 1 else 6e-3), (name, apart, usual)
         assert off < 1.6 * usual, (name, off, usual)
-        assert name != "one" or apart == 0
+        assert case.layout.world_size > 1 or apart == 0
 
 
 def counted(case: Case, rank: int, **given: Any) -> dict[str, int]:

@@ -20,10 +20,12 @@ from verl.model_engine.adapter import load_model
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.options import Options
 from verl.model_engine.sharded import part_of_rank
 from verl.model_engine.torch_engine import TorchEngine
+from verl.model_engine.torch_engine import build as build_torch
 
 FULL = bool(os.environ.get("FULL_GRID"))
 HEADS = {"actor": "lm", "critic": "value"}
@@ -100,6 +102,29 @@ def test_an_adapter_is_in_what_a_rank_reads(layout, tmp_path):
                 torch.testing.assert_close(found[n], p.detach(), rtol=1e-6, atol=1e-6)
 
     run(at.world_size, compared)
+
+
+@pytest.mark.parametrize("layout", CUT)
+def test_factors_beside_what_a_rank_reads_are_those_of_one_process(layout, tmp_path):
+    """Drawn, or those of an adapter; the ranks share their rank unequally."""
+    at = LAYOUTS[layout]
+    name = EXPERTS if at.expert > 1 else "llama, biases"
+    model(name).save_pretrained(tmp_path / "base")
+    model.cache_clear()
+    adapter = write_adapter(tmp_path / "adapter", tmp_path / "base", "q_proj", "o_proj")
+    for spec in (LoraSpec(rank=5, seed=3), LoraSpec(path=str(adapter))):
+        context = EngineContext(
+            folder=tmp_path / "base", optim=OptimSpec(lr=1e-2), dtype="float32", lora=spec, layout=Layout()
+        )
+        expected = dict(build_torch(Options(), context).exported())
+        assert any(t.abs().max() > 0 for t in expected.values())
+
+        def compared(rank: int, spec: LoraSpec = spec, expected: dict = expected) -> None:
+            for build in (built, built_of_the_whole):
+                found = dict(build(tmp_path / "base", at, lora=spec).exported())
+                assert [*found] == [*expected] and all(torch.equal(found[n], t) for n, t in expected.items())
+
+        run(at.world_size, compared)
 
 
 def peak_bytes(fn: Any, files: Path) -> tuple[int, Any]:

@@ -80,8 +80,9 @@ def test_updates_agree_for_every_number_of_ranks(role, kind):
 
 def test_emulated_bfloat16_rounds_what_is_gathered():
     """The switch changes the numbers, exactly as in one process, and the masters stay as they are."""
-    for layout in (ONE, TWO, FOUR, Layout(world_size=4, tensor=2), LAYOUTS["stages"]):
-        case = Case(layout)
+    layouts = (ONE, TWO, FOUR, Layout(world_size=4, tensor=2), LAYOUTS["stages"])
+    for layout, kind in [(layout, "") for layout in layouts] + [(FOUR, LORA), (LAYOUTS["stages"], LORA)]:
+        case = Case(layout, model="qwen3, tied" + kind)
         given = {"dtype": "bfloat16", "emulate_bf16": True}
 
         def both(rank: int) -> Any:
