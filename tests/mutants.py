@@ -450,6 +450,12 @@ MUTANTS = (
         RANKS,
     ),
     Mutant(
+        "model_engine/lora.py",
+        "product if index is None else product[index]",
+        "product if index is None else ((b * self.parameters.scale)[index[0]] @ a[:, index[1]])",
+        "tests/numerics/test_lora_training.py",
+    ),
+    Mutant(
         "model_engine/sharded.py", "assert torch.equal(now, then)", "assert 1", "tests/distributed/test_parts_sync.py"
     ),
     Mutant("model_engine/pipeline.py", "and self.lora is None", "", RANKS),

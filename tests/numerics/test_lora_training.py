@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import itertools
 import json
 import warnings
 from dataclasses import replace
@@ -171,6 +172,26 @@ def test_published_weights_are_the_base_with_the_product_of_the_factors(family):
     probes = [torch.arange(1, 12).numpy()]
     own, theirs = (e.own_logprobs(probes, "float32")[0] for e in (ours, plain))
     assert abs(own - theirs).max() < 1e-5
+
+
+@each("family", ("qwen3", "gpt2"))
+def test_a_part_of_a_merged_weight_has_the_bits_of_the_whole(family):
+    """The bits of a product of matrices depend on their sizes."""
+    lora = trained(build(family), replace(SPEC, rank=5)).local.lora
+    draw = torch.Generator().manual_seed(0)
+    for name in (f"{module}.weight" for module in lora.parameters.targets):
+        a, b = torch.randn(5, 33, generator=draw), torch.randn(70, 5, generator=draw)
+        weight = torch.randn((33, 70) if family == "gpt2" else (70, 33), generator=draw)
+        whole = lora.merged(name, weight, lambda factor, a=a, b=b: a if factor.endswith(A) else b)
+        product = lora.parameters.scale * (b @ a)
+        torch.testing.assert_close(whole - weight, product.T if family == "gpt2" else product, rtol=1e-5, atol=1e-5)
+        for ranks, axis in itertools.product((2, 3, 4), (0, 1)):
+            for place in torch.arange(weight.shape[axis]).chunk(ranks):
+                index = [slice(None), slice(None)]
+                index[axis] = slice(int(place[0]), int(place[-1]) + 1)
+                part = weight[tuple(index)]
+                found = lora.merged(name, part, lambda factor, a=a, b=b: a if factor.endswith(A) else b, tuple(index))
+                assert torch.equal(found, whole[tuple(index)])
 
 
 def test_the_state_of_a_checkpoint_is_factors_and_moments(tmp_path):

@@ -67,6 +67,10 @@ def test_trained_parameters_gradients_and_states_are_those_of_the_factors(folder
     weights = [p.memory.items["master weights"] for p in (plan, whole)]
     assert weights[0] - weights[1] == 4 * factors.parameters, "the base as before, and the factors"
     assert plan.memory.items["rollout weights"] == whole.memory.items["rollout weights"]
+    ranks = ("cluster.backend=ray", "cluster.ranks_per_node=4", "parallel.pipeline=2")
+    spread = planned(folder, RANK, *ranks, model="qwen").cluster.pools["main"].memory
+    assert spread.items["actor gathered factors"] == 2 * factors.parameters, "whole, of half of the layers"
+    assert all("actor gathered factors" in phase for phase in spread.phases.values())
     lagged = ("algorithm.name=opd", "teacher.path=policy", "teacher.ema=0.9")
     averaged = planned(folder, RANK, *lagged, model="qwen")
     assert averaged.memory.items["teacher"] == averaged.checkpoint_parts["average"] == 4 * factors.parameters

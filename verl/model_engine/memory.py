@@ -118,6 +118,8 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         # tensors are collected one by one and joined; later stages receive those of the first
         several = layout.shard * layout.tensor > 1 and work.stage == 0
         items["largest whole weight"] = (1 + several) * 4 * max(model.vocab * model.hidden, share.layer)
+        # kept between publishes; each rank merges its parts of the weights with them
+        items["gathered factors"] = 4 * share.gathers * share.factors
     return items | (_training(share, kept, waits, working, residual) if work.trains else {})
 
 
@@ -135,8 +137,9 @@ class _Share:
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
         outside = root // (layout.shard * tensor)
         self.trained, self.states = self.weights, _states_bytes(work, self.weights - outside, outside, model.hidden)
+        self.factors = (work.factors or 0) * self.layers // model.layers
         if work.factors is not None:
-            self.trained = -(-work.factors * self.layers // (model.layers * layout.shard * tensor))
+            self.trained = -(-self.factors // (layout.shard * tensor))
             self.states = _states_bytes(work, self.trained, 0, work.factors_rank)
             self.weights += self.trained
         self.gathers, self.cut = int(layout.world_size > 1), layout.shard > 1

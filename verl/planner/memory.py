@@ -33,7 +33,7 @@ from verl.wire import FP8, FP8_BLOCK
 TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
 """The items of a role's state that may be off the device between two uses."""
-HELD = ("weights", "optimizer states", "teacher's head")
+HELD = ("weights", "optimizer states", "gathered factors", "teacher's head")
 AT_HEAD = ("compute copy of shards", "gathered embeddings", "head's compute copy", "log-prob chunk")
 IN_LAYERS = ("compute copy of shards", "gathered embeddings", "gathered layers")
 SUMMED = ("gradients", "gradients of one copy")
