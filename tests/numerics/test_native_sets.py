@@ -130,6 +130,17 @@ def test_a_batch_of_several_sets_computes_each_as_transformers_does(way: str) ->
     check_each(FAMILIES, check)
 
 
+def test_rows_without_a_set_have_the_bits_that_they_have_alone() -> None:
+    module = reference(CONFIGS["qwen3"])
+    sets, plain = three(module), asked((POLICY_SET.id,))
+    alone = finish(engine(CONFIGS["qwen3"], module), plain)
+    core = engine(CONFIGS["qwen3"], module)
+    add(core, sets)
+    beside = finish(core, asked((POLICY_SET.id, *sets)))
+    for key, one in alone.items():
+        assert one.ids.tolist() == beside[key].ids.tolist() and (one.logprobs == beside[key].logprobs).all()
+
+
 def test_the_families_are_all_that_native_computes() -> None:
     assert {CONFIGS[name].model_type for name in FAMILIES} == ARCHITECTURES.keys()
 

@@ -11,10 +11,49 @@ from torch import Tensor
 
 from verl.accel.operations import Call
 
-Layers = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor, int], Tensor]
-"""A function that computes all layers of a decoder in one call. Arguments: x [n, hidden], changed in place and
-returned; positions [n]; slots [n] or None; turns complex64 [kinds, positions, D/2]; kv float32 [layers, 2, slots, K,
-capacity, D]; lo. Row i uses slot lo + i, or lo + slots[i]."""
+
+class Layers(Protocol):
+    """A function that computes all layers of a decoder in one call."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+        turns: Tensor,
+        kv: Tensor,
+        lo: int,
+        sets: Sequence[LowRankRows] = (),
+    ) -> Tensor:
+        """Compute x [n, hidden] in place, and return it. positions [n] · slots [n] or None · turns complex64 [kinds,
+        positions, D/2] · kv float32 [layers, 2, slots, K, capacity, D] · sets: rows to which factors are added. Row i
+        uses slot lo + i, or lo + slots[i]."""
+        ...
+
+    def low_ranks(self, factors: LowRankParts) -> object:
+        """Return the factors of a LoRA set in the layout that this function reads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankParts:
+    """The factors of a LoRA set in all layers of a decoder."""
+
+    layers: Sequence[Mapping[str, tuple[Linear, Sequence[Tensor | None]]]]
+    """For each layer, by product (`qkv`, `out`, `up`, `down`): the product with A, which has `rank` rows for each of
+    its projections, and B [out, rank] of each projection, None for one without factors."""
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankRows:
+    """The rows first .. end of a call, which have these factors."""
+
+    first: int
+    end: int
+    factors: object
+    """A result of `Layers.low_ranks`."""
 
 
 class Linear(Protocol):

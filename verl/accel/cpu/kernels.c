@@ -302,8 +302,10 @@ void pack(const float *weight, float *panels, long first, long width, long depth
     }
 }
 
-/* add: y += x W^T + bias instead of y = ... */
-void linear(const float *x, const float *panels, const float *bias, float *y, long n, long depth, long width, long add, long threads) {
+/* y [n, width] = x [n, depth] W^T + bias, or with add y += that; rows of y are ld floats apart */
+static void product(
+    const float *x, const float *panels, const float *bias, float *y, long ld, long n, long depth, long width, long add,
+    long threads) {
     const long step = CACHED / depth / ROWS > 0 ? CACHED / depth / ROWS * ROWS : ROWS;
     (void)threads;
     for (long start = 0; start < n; start += step) {
@@ -314,11 +316,11 @@ void linear(const float *x, const float *panels, const float *bias, float *y, lo
             const long columns = width - p * PANEL < PANEL ? width - p * PANEL : PANEL;
             long row = start;
             for (; row + ROWS <= end; row += ROWS)
-                multiply_block(x + row * depth, w, y + row * width + p * PANEL, depth, width, columns, b, add, ROWS);
+                multiply_block(x + row * depth, w, y + row * ld + p * PANEL, depth, ld, columns, b, add, ROWS);
             const float *rest = x + row * depth;
-            float *out = y + row * width + p * PANEL;
+            float *out = y + row * ld + p * PANEL;
             switch (end - row) {
-#define REST(r) case r: multiply_block(rest, w, out, depth, width, columns, b, add, r); break;
+#define REST(r) case r: multiply_block(rest, w, out, depth, ld, columns, b, add, r); break;
                 REST(1) REST(2) REST(3) REST(4) REST(5)
 #if ROWS > 6
                 REST(6) REST(7) REST(8) REST(9) REST(10) REST(11)
@@ -326,6 +328,11 @@ void linear(const float *x, const float *panels, const float *bias, float *y, lo
             }
         }
     }
+}
+
+/* add: y += x W^T + bias instead of y = ... */
+void linear(const float *x, const float *panels, const float *bias, float *y, long n, long depth, long width, long add, long threads) {
+    product(x, panels, bias, y, width, n, depth, width, add, threads);
 }
 
 #include "nf4.c"
@@ -408,39 +415,91 @@ struct stack { /* as `Stack` */
     float eps, scale, cap;
 };
 
-/* residual [n, width] += norm(x [n, depth] W^T + bias) */
+#define PARTS 3 /* projections of one product at most */
+
+struct low_rank { /* panels of A [parts rank, depth] and of each part's B [its width, rank]; null where there are none */
+    const float *a, *b[PARTS];
+};
+
+struct low_ranks { /* of one layer, as `LowRankPointers` */
+    struct low_rank qkv, out, up, down;
+};
+
+struct set_rows { /* as `SetRows`: the rows first .. end have factors, which a call adds to its products */
+    const struct low_ranks *layers;
+    long first, end, rank;
+    float scale;
+};
+
+struct sets {
+    const struct set_rows *rows;
+    long count, layer;
+    float *low; /* scratch [n, (PARTS + 1) rank] */
+};
+
+#define LOW_RANK(s, i, which) (&(s)->rows[i].layers[(s)->layer].which)
+#define WORTH_ALL 262144 /* multiply-adds of a product that all threads finish sooner than one */
+
+/* y [n, width] += (x [n, depth] A^T * scale) B^T, for parts of y with these widths */
+static void add_low_rank(
+    const struct set_rows *s, const struct low_rank *factors, const float *x, float *y, float *low, long depth, long width,
+    const long *widths, long parts, long threads) {
+    const long n = s->end - s->first, rank = s->rank, inner = parts * rank;
+    if (!factors->a) return;
+    product(x + s->first * depth, factors->a, NULL, low, inner, n, depth, inner, 0, n * depth * inner < WORTH_ALL ? 1 : threads);
+    for (long i = 0; i < n * inner; i++) low[i] *= s->scale; /* the few values between A and B */
+    y += s->first * width;
+    for (long p = 0; p < parts; y += widths[p++]) {
+        float *part = low;
+        if (!factors->b[p]) continue;
+        if (parts > 1) {
+            part = low + n * inner;
+            for (long r = 0; r < n; r++) memcpy(part + r * rank, low + r * inner + p * rank, sizeof(float) * rank);
+        }
+        product(part, factors->b[p], NULL, y, width, n, rank, widths[p], 1, n * rank * widths[p] < WORTH_ALL ? 1 : threads);
+    }
+}
+
+/* residual [n, width] += norm(x [n, depth] W^T + bias), with the factors at this offset of each layer's in W */
 static void add_product(
     const float *x, const float *panels, const float *bias, const float *norm, float *residual, float *spare, long n, long depth,
-    long width, float eps, long threads) {
-    if (!norm) {
-        linear(x, panels, bias, residual, n, depth, width, 1, threads);
-        return;
-    }
-    linear(x, panels, bias, spare, n, depth, width, 0, threads);
+    long width, float eps, const struct sets *sets, long down, long threads) {
+    float *to = norm ? spare : residual;
+    linear(x, panels, bias, to, n, depth, width, !norm, threads);
+    for (long i = 0; i < sets->count; i++)
+        add_low_rank(
+            sets->rows + i, down ? LOW_RANK(sets, i, down) : LOW_RANK(sets, i, out), x, to, sets->low, depth, width, &width, 1, threads);
+    if (!norm) return;
     rms_norm_float32(spare, norm, spare, n, width, eps, threads);
     for (long i = 0; i < n * width; i++) residual[i] += spare[i];
 }
 
 /* x [n, hidden]: embedded tokens, becomes what the last layer gives · turns [kinds, turned, dim] or null · kv: of the first
- * slot, in [layers, 2, all_slots, kv_heads, capacity, dim] · scratch: see `Kernels.layers`; the rest as for `attend` */
+ * slot, in [layers, 2, all_slots, kv_heads, capacity, dim] · scratch: see `Kernels.layers` · rows: `sets` of them have factors, with
+ * the scratch low; the rest as for `attend` */
 void layers(
     const struct stack *s, float *x, const int64_t *positions, const int64_t *slots, const float *turns, long turned, float *kv,
-    long all_slots, long capacity, float *scratch, long n, long threads) {
-    const long mixed_width = s->heads * s->dim, qkv_width = mixed_width + 2 * s->kv_heads * s->dim;
-    const long keys = all_slots * s->kv_heads * capacity * s->dim; /* of one layer */
-    float *normed = scratch, *qkv = normed + n * s->hidden, *mixed = qkv + n * qkv_width, *row = mixed + n * mixed_width;
+    long all_slots, long capacity, float *scratch, long n, const struct set_rows *rows, long count, float *low, long threads) {
+    const long q = s->heads * s->dim, k = s->kv_heads * s->dim, qkv_width = q + 2 * k, of_heads[] = {q, k, k}, of_ffn[] = {s->ffn, s->ffn};
+    const long keys = all_slots * k * capacity; /* of one layer */
+    float *normed = scratch, *qkv = normed + n * s->hidden, *mixed = qkv + n * qkv_width, *row = mixed + n * q;
     float *up = qkv, *inner = up + 2 * n * s->ffn; /* attention and feed-forward take turns */
-    for (const struct layer *l = s->layers; l < s->layers + s->count; l++, kv += 2 * keys) {
+    struct sets sets = {rows, count, 0, low};
+    for (const struct layer *l = s->layers; l < s->layers + s->count; l++, kv += 2 * keys, sets.layer++) {
         rms_norm_float32(x, l->norm, normed, n, s->hidden, s->eps, threads);
         linear(normed, l->qkv, l->qkv_bias, qkv, n, s->hidden, qkv_width, 0, threads);
+        for (long i = 0; i < count; i++)
+            add_low_rank(rows + i, LOW_RANK(&sets, i, qkv), normed, qkv, low, s->hidden, qkv_width, of_heads, 3, threads);
         attend_float32(
             qkv, l->qk_norm, turns ? turns + l->rope * turned * s->dim : NULL, positions, slots, kv, kv + keys, mixed, row, n, s->heads,
             s->kv_heads, s->dim, capacity, l->window, s->eps, s->scale, s->cap);
-        add_product(mixed, l->out, l->out_bias, l->out_norm, x, normed, n, mixed_width, s->hidden, s->eps, threads);
+        add_product(mixed, l->out, l->out_bias, l->out_norm, x, normed, n, q, s->hidden, s->eps, &sets, 0, threads);
         rms_norm_float32(x, l->mlp_norm, normed, n, s->hidden, s->eps, threads);
         linear(normed, l->up, l->up_bias, up, n, s->hidden, 2 * s->ffn, 0, threads);
+        for (long i = 0; i < count; i++)
+            add_low_rank(rows + i, LOW_RANK(&sets, i, up), normed, up, low, s->hidden, 2 * s->ffn, of_ffn, 2, threads);
         gated_float32(up, inner, n, s->ffn, s->kind, threads);
-        add_product(inner, l->down, l->down_bias, l->mlp_out_norm, x, normed, n, s->ffn, s->hidden, s->eps, threads);
+        add_product(inner, l->down, l->down_bias, l->mlp_out_norm, x, normed, n, s->ffn, s->hidden, s->eps, &sets, 1, threads);
     }
 }
 

@@ -10,7 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
 INCLUDED = Path(__file__).with_name("nf4.c")
-TILE, BLOCK = 64, 256  # as in kernels.c
+TILE, BLOCK, PARTS = 64, 256, 3  # as in kernels.c
 COMPILE_TIMEOUT_S = 120.0
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 NATIVE = ("-march=native", "-mcpu=native")  # x86 compilers know the first, ARM ones the second
@@ -72,6 +72,24 @@ class Nf4Pointers(ctypes.Structure):
     )
 
 
+class LowRankPointers(ctypes.Structure):
+    """The factors of a LoRA set in the products of one layer as a C struct: for each product panels of A, and of B of
+    each of its projections. Null pointers: no factors."""
+
+    PRODUCTS = ("qkv", "out", "up", "down")
+    _fields_ = (*((name, c_void_p * (1 + PARTS)) for name in PRODUCTS),)
+
+
+class SetRowsPointers(ctypes.Structure):
+    """Rows of a call that have a LoRA set, as a C struct, which does not own its tensors."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(LowRankPointers)),
+        *((name, c_long) for name in ("first", "end", "rank")),
+        ("scale", c_float),
+    )
+
+
 TYPED = {  # one function per dtype
     "rms_norm": (Address,) * 3 + (c_long,) * 2 + (c_float, c_long),
     "gated": (Address,) * 2 + (c_long,) * 4,
@@ -87,7 +105,10 @@ FLOAT32 = {
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
     "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
-    "layers": (ctypes.POINTER(Stack), *(Address,) * 4, c_long, Address, *(c_long,) * 2, Address, *(c_long,) * 2),
+    "layers": (
+        *(ctypes.POINTER(Stack), *(Address,) * 4, c_long, Address, *(c_long,) * 2, Address, c_long),
+        *(ctypes.POINTER(SetRowsPointers), c_long, Address, c_long),
+    ),
 }
 
 
@@ -183,17 +204,27 @@ class Kernels:
         return out
 
     def layers(
-        self, stack: Stack, x: Tensor, positions: Tensor, slots: Tensor | None, turns: Tensor, kv: Tensor, lo: int = 0
+        self,
+        stack: Stack,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+        turns: Tensor,
+        kv: Tensor,
+        lo: int = 0,
+        sets: Sequence[SetRowsPointers] = (),
     ) -> Tensor:
         """Compute the layers on x [n, hidden], in place, and return it. turns complex64 [kinds, positions, D/2]; kv
-        float32 [layers, 2, slots, K, capacity, D], in which row i uses slot lo + i, or lo + slots[i]. Otherwise as in
-        `attend`."""
+        float32 [layers, 2, slots, K, capacity, D], in which row i uses slot lo + i, or lo + slots[i]. sets: the rows
+        that have factors, which are added to their products. Otherwise as in `attend`."""
         assert x.is_contiguous() and kv.is_contiguous() and x.dtype == kv.dtype == torch.float32
         n, heads, kv_heads, dim, capacity = len(x), stack.heads, stack.kv_heads, stack.dim, kv.shape[4]
         attending = 2 * (heads + kv_heads) * dim * n + _scratch_floats(heads, kv_heads, dim, capacity)
         scratch = torch.empty(n * stack.hidden + max(attending, 3 * n * stack.ffn), dtype=torch.float32)
         cache = (turns, turns.shape[1], kv[:, :, lo:], kv.shape[2], capacity)
-        self.functions["layers"](stack, x, positions, slots, *cache, scratch, n, torch.get_num_threads())
+        low = torch.empty(max(((one.end - one.first) * (PARTS + 1) * one.rank for one in sets), default=0))
+        rows = (SetRowsPointers * len(sets))(*sets), len(sets), low
+        self.functions["layers"](stack, x, positions, slots, *cache, scratch, n, *rows, torch.get_num_threads())
         return x
 
     def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from verl.accel.cpu.kernels import ACTIVATIONS, Kernels, LayerPointers, Stack
-from verl.accel.linear import DecoderSizes, LayerParts, Layers, Linear
+from verl.accel.cpu.kernels import ACTIVATIONS, Kernels, LayerPointers, LowRankPointers, SetRowsPointers, Stack
+from verl.accel.linear import DecoderSizes, LayerParts, Layers, Linear, LowRankParts, LowRankRows
 
 
 class Packed:
@@ -72,7 +71,54 @@ class PanelProducts:
         array = (LayerPointers * len(layers))(*map(_pointers, layers))
         s = sizes
         widths = (s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, ACTIVATIONS[s.activation])
-        return partial(self.kernels.layers, Stack(array, len(layers), *widths, s.eps, s.scale, s.cap))
+        return PanelLayers(self.kernels, Stack(array, len(layers), *widths, s.eps, s.scale, s.cap))
+
+
+class PanelFactors:
+    """The factors of a LoRA set as panels."""
+
+    def __init__(self, kernels: Kernels, parts: LowRankParts) -> None:
+        self.rank, self.scale, self._kept = parts.rank, parts.scale, list[Tensor]()
+        self.layers = (LowRankPointers * len(parts.layers))()
+        for layer, products in zip(self.layers, parts.layers, strict=True):
+            for name, (a, every) in products.items():
+                assert isinstance(a, Panels), "of the same layout"
+                self._kept.append(a.memory)
+                pointers = getattr(layer, name)
+                pointers[0] = a.memory.data_ptr()
+                for i, b in enumerate(every):
+                    if b is not None:
+                        self._kept.append(kernels.new_panels(*b.shape))
+                        kernels.pack(b.contiguous(), self._kept[-1])
+                        pointers[1 + i] = self._kept[-1].data_ptr()
+
+
+@dataclass(frozen=True, slots=True)
+class PanelLayers:
+    """All layers of a decoder over panels, as one function."""
+
+    kernels: Kernels
+    stack: Stack
+
+    def __call__(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+        turns: Tensor,
+        kv: Tensor,
+        lo: int,
+        sets: Sequence[LowRankRows] = (),
+    ) -> Tensor:
+        rows = []
+        for one in sets:
+            factors = one.factors
+            assert isinstance(factors, PanelFactors), "made by `low_ranks`"
+            rows.append(SetRowsPointers(factors.layers, one.first, one.end, factors.rank, factors.scale))
+        return self.kernels.layers(self.stack, x, positions, slots, turns, kv, lo, rows)
+
+    def low_ranks(self, factors: LowRankParts) -> PanelFactors:
+        return PanelFactors(self.kernels, factors)
 
 
 def _pointers(layer: LayerParts) -> LayerPointers:

@@ -20,7 +20,7 @@ from verl.accel.operations import Call
 from verl.rollout.native.architecture import Shape, rotary_frequencies, shape_of
 from verl.rollout.native.kv import SlotCache
 from verl.rollout.native.layers import add_normed
-from verl.rollout.native.sets import SetRows, adapted
+from verl.rollout.native.sets import GroupedRows, SetRows, adapted
 from verl.rollout.native.weights import Layer, Weights
 
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
@@ -141,13 +141,13 @@ class Model:
         tokens: Tensor,
         positions: Tensor,
         lo: int,
-        sets: SetRows | None = None,
+        sets: GroupedRows | None = None,
     ) -> Tensor:
         """Do the same as `decode` by the operation `slot_attention`, with which each row reads only its own KV. All
         layers are computed by one call if a kernel supports that."""
-        weights, s, turns = self.live, self.shape, self.rotary.table
-        if weights.joined is not None and sets is None:
-            return weights.norm(weights.joined(weights.embedded(tokens), positions, None, turns, cache.kv, lo))
+        s, turns, joined = self.shape, self.rotary.table, self.live.joined
+        if joined is not None:
+            return self._all_layers(joined, tokens, positions, None, cache.kv, lo, sets)
         attend = partial(slot_attention, heads=s.heads, eps=s.eps, scale=s.query_scale, cap=s.attention_cap)
 
         def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
@@ -178,22 +178,44 @@ class Model:
         return kv, self.forward(torch.cat([c.ids for c in chunks]), attention, sets)
 
     @torch.inference_mode()
-    def prefill_joined(self, joined: Layers, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+    def prefill_joined(
+        self, joined: Layers, chunks: Sequence[Chunk], sets: GroupedRows | None
+    ) -> tuple[Tensor, Tensor]:
         """Do the same as `prefill` for short prompts, in one call for all layers. Every token is a row that reads the
         KV of the tokens before it, so neither other prompts nor the cut into passes change its bits."""
-        weights, s = self.live, self.shape
+        s = self.shape
         spans = [chunk.span for chunk in chunks]
         longest = max(end for _, end in spans)
         self.rotary.reserve(longest)
-        kv = weights.embed.new_empty(s.layers, 2, len(chunks), s.kv_heads, longest, s.head_dim)
+        kv = self.live.embed.new_empty(s.layers, 2, len(chunks), s.kv_heads, longest, s.head_dim)
         for slot, chunk in enumerate(chunks):
             kv[:, :, slot, :, : spans[slot][0]] = chunk.past
         positions = torch.cat([torch.arange(*span) for span in spans])
         slots = torch.arange(len(chunks)).repeat_interleave(torch.tensor([end - start for start, end in spans]))
-        x = weights.embedded(torch.cat([c.ids for c in chunks]))
-        hidden = weights.norm(joined(x, positions, slots, self.rotary.table, kv, 0))
+        hidden = self._all_layers(joined, torch.cat([c.ids for c in chunks]), positions, slots, kv, 0, sets)
         new = [kv[:, :, slot, :, start:end] for slot, (start, end) in enumerate(spans)]
         return torch.cat(new, dim=3), hidden
+
+    def _all_layers(
+        self,
+        joined: Layers,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+        kv: Tensor,
+        lo: int,
+        sets: GroupedRows | None,
+    ) -> Tensor:
+        """Return the final hidden states [n, hidden] of ids [n] by one call for all layers. It computes the rows of a
+        LoRA set together, and tokens of one prompt in their order."""
+        weights, turns = self.live, self.rotary.table
+        x = weights.embedded(ids)
+        if sets is None:
+            return weights.norm(joined(x, positions, slots, turns, kv, lo))
+        order, hidden = sets.order, torch.empty_like(x)
+        slots = order if slots is None else slots[order]
+        hidden[order] = joined(x[order], positions[order], slots, turns, kv, lo, sets.spans)
+        return weights.norm(hidden)
 
 
 def _decode_bias(positions: Tensor, width: int, window: int, heads: int, dtype: torch.dtype) -> Tensor:

@@ -187,10 +187,10 @@ class Prefiller:
             chunks = [Chunk(new, job.kv[:, :, :, : job.done]) for new, (job, _) in zip(ids, items)]
             numbers = [np.full(n, self._sets.number(job.key[0])) for job, n in items]
             sets = self._sets.grouped(np.concatenate(numbers))
-            if joined is None or not short or sets is not None:
-                kv, hidden = model.prefill(chunks, sets)
+            if joined is not None and short:
+                kv, hidden = model.prefill_joined(joined, chunks, sets)
             else:
-                kv, hidden = model.prefill_joined(joined, chunks)
+                kv, hidden = model.prefill(chunks, sets)
             start = 0
             for job, tokens in items:
                 start += tokens

@@ -199,7 +199,7 @@ class NativeRunner:
             self._paged.prompts.plan(())
 
     def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
-        moved = self._sets.add(parameters, tensors)
+        moved = self._sets.add(parameters, tensors, self.model.live.joined)
         if parameters.id == POLICY_SET.id:  # the policy's rows go on with its factors
             self._row_sets[self._row_sets == NO_SET] = self._sets.number(parameters.id)
         self._forget_prompts(parameters.id)

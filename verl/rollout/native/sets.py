@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.accel.linear import Linear, Plain, Products
+from verl.accel.linear import Layers, Linear, LowRankParts, LowRankRows, Plain, Products
 from verl.errors import Refused
 from verl.nn.lora import LowRank, fitted
 from verl.parameter_set import ParameterSet
@@ -73,8 +74,21 @@ class Fused:
 
     a: Tensor
     """[parts x rank, in]: A of each of its projections, one below the other; 0 for one without factors."""
-    b: Tensor
-    """[out, parts x rank]: B of each projection in its own rows and columns, 0 elsewhere."""
+    blocks: tuple[Tensor | None, ...]
+    """B [out, rank] of each projection, in the order of rows of the fused weights; None for one without factors."""
+    sizes: tuple[int, ...]
+    """The outputs of each projection."""
+
+    @property
+    def b(self) -> Tensor:
+        """All of B [sum of out, parts x rank]: each block in its own rows and columns, 0 elsewhere."""
+        rank = len(self.a) // len(self.blocks)
+        whole, start = self.a.new_zeros(sum(self.sizes), len(self.a)), 0
+        for i, (block, rows) in enumerate(zip(self.blocks, self.sizes, strict=True)):
+            if block is not None:
+                whole[start : start + rows, i * rank : (i + 1) * rank] = block
+            start += rows
+        return whole
 
 
 def fused_factors(one: Projections, factors: Mapping[str, LowRank], half: int) -> Fused | None:
@@ -84,17 +98,11 @@ def fused_factors(one: Projections, factors: Mapping[str, LowRank], half: int) -
     some = next((low for low in mine if low is not None), None)
     if some is None:
         return None
-    rank = len(some.a)
-    a = some.a.new_zeros(len(mine) * rank, one.width)
-    b = some.b.new_zeros(sum(rows for _, rows in one.parts), len(mine) * rank)
-    start = 0
-    for i, (low, (_, rows)) in enumerate(zip(mine, one.parts, strict=True)):
-        if low is not None:
-            columns = slice(i * rank, (i + 1) * rank)
-            a[columns] = low.a
-            b[start : start + rows, columns] = interleaved(low.b, half) if i < one.rotated else low.b
-        start += rows
-    return Fused(a, b)
+    a = torch.cat([torch.zeros_like(some.a) if low is None else low.a for low in mine])
+    blocks = [None if low is None else low.b for low in mine]
+    for i, block in enumerate(blocks[: one.rotated]):
+        blocks[i] = None if block is None else interleaved(block, half)
+    return Fused(a, tuple(blocks), tuple(rows for _, rows in one.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +114,8 @@ class LoraSet:
     """Its factors, if they are stacked too."""
     products: Mapping[str, tuple[Linear, Linear]]
     """The products with A and B."""
+    joined: object
+    """The factors as the function of all layers reads them; None if there is no such function."""
 
     def times(self, key: str, x: Tensor) -> Tensor:
         """Return B (A x) * scale [n, out] for x [n, in]."""
@@ -120,6 +130,10 @@ class GroupedRows:
 
     groups: Sequence[tuple[LoraSet, slice | Tensor]]
     whole: bool
+    order: Tensor
+    """The rows [n] sorted by set, those without one first."""
+    spans: Sequence[LowRankRows]
+    """The places of each set in that order, for a function of all layers."""
 
     def added(self, key: str) -> Added | None:
         found = [group for group in self.groups if key in group[0].products]
@@ -211,7 +225,7 @@ class LiveSets:
     ) -> None:
         """stacks: steps of fixed shape read the sets (`masked`)."""
         self._products, self._dtype, self._like = products, dtype, torch.empty(0, dtype=compute_dtype, device=device)
-        self._half = shape.head_dim // 2
+        self._half, self._layers = shape.head_dim // 2, shape.layers
         every = (one for i in range(shape.layers) for one in projections(shape, i) if not one.key.endswith("router"))
         self._parts = {one.key: one for one in every}
         self._sizes = {name: (one.width, rows) for one in self._parts.values() for name, rows in one.parts}
@@ -227,10 +241,12 @@ class LiveSets:
         found = self._live.get(name)
         return NO_SET if found is None else found[0]
 
-    def add(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> bool:
+    def add(self, parameters: ParameterSet, tensors: Mapping[str, Tensor], joined: Layers | None) -> bool:
         """Make a version of a set live, in place of an earlier one. Return True if the memory that `masked` reads has
-        moved. Raise Refused for factors that do not fit the model or are not finite."""
-        if bad := [name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())]:
+        moved. Raise Refused for factors that do not fit the model or are not finite. joined: the function of all layers
+        that computes with the set."""
+        doubtful = [name for name, tensor in tensors.items() if not bool(tensor.sum(dtype=torch.float32).isfinite())]
+        if bad := [name for name in doubtful if not bool(tensors[name].isfinite().all())]:
             raise Refused(
                 f"LoRA set {parameters.id!r}: {bad[0]} has values that are not finite; publish another version"
             )
@@ -241,7 +257,8 @@ class LiveSets:
         }
         make = self._products.make
         products = {key: (make(both.a, None), make(both.b, None)) for key, both in fused.items()}
-        one = LoraSet(parameters, fused if self._stacks else {}, products)
+        read = None if joined is None else joined.low_ranks(self._by_layer(parameters, fused, products))
+        one = LoraSet(parameters, fused if self._stacks else {}, products, read)
         known = self._live.get(parameters.id)
         number = self._free() if known is None else known[0]
         self._live[parameters.id] = number, one
@@ -255,12 +272,17 @@ class LiveSets:
 
     def grouped(self, numbers: np.ndarray, *, whole: bool = False) -> GroupedRows | None:
         """Return the rows of a call by their sets' numbers [n]; None if no row has a set."""
-        present = np.unique(numbers)
-        if present[-1] == NO_SET:
+        order = np.argsort(numbers, kind="stable")
+        ordered = numbers[order]
+        if ordered[-1] == NO_SET:
             return None
-        by_number = {number: one for number, one in self._live.values()}
-        rows = ((by_number[number], np.flatnonzero(numbers == number)) for number in present[present != NO_SET])
-        return GroupedRows([(one, self._places(at)) for one, at in rows], whole)
+        groups, spans, by_number = [], [], {number: one for number, one in self._live.values()}
+        starts = np.flatnonzero(np.diff(ordered, prepend=NO_SET)).tolist()
+        for first, end in pairwise([*starts, len(order)]):
+            one = by_number[int(ordered[first])]
+            groups.append((one, self._places(order[first:end])))
+            spans.append(LowRankRows(first, end, one.joined))
+        return GroupedRows(groups, whole, self._on_device(order), spans)
 
     def masked(self, numbers: Tensor) -> MaskedRows:
         """Return the rows of a step by their sets' numbers [n] on the device."""
@@ -273,7 +295,19 @@ class LiveSets:
         first, last = int(rows[0]), int(rows[-1]) + 1
         if last - first == len(rows):
             return slice(first, last)
+        return self._on_device(rows)
+
+    def _on_device(self, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(rows).to(self._like.device)
+
+    def _by_layer(
+        self, parameters: ParameterSet, fused: Mapping[str, Fused], products: Mapping[str, tuple[Linear, Linear]]
+    ) -> LowRankParts:
+        layers = [dict[str, tuple[Linear, Sequence[Tensor | None]]]() for _ in range(self._layers)]
+        for key, one in fused.items():
+            layer, name = key.split(".")
+            layers[int(layer)][name] = products[key][0], one.blocks
+        return LowRankParts(layers, parameters.rank, parameters.scale)
 
     def _kept(self, factor: Tensor) -> Tensor:
         return factor.to(self._like.device, self._dtype).to(self._like.dtype)
@@ -285,7 +319,7 @@ class LiveSets:
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in self._sizes}))
         raise Refused(
             f"LoRA set {parameters.id!r}: its target {module} is none of the linear layers that the native engine "
-            f"adapts ({kinds} of {len({name.split('.')[2] for name in self._sizes})} layers): leave it out of "
+            f"adapts ({kinds} of {self._layers} layers): leave it out of "
             "target_modules, or use rollout.engine=hf"
         )
 
