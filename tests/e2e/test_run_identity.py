@@ -52,6 +52,7 @@ def test_another_run_is_refused_key_by_key_and_the_first_is_untouched(
         ("step.prompts_per_step=8", "step.prompts_per_step"),
         ("model.dtype=bfloat16", "model.dtype"),
         ("data.max_rows=32", "data.max_rows"),
+        ("model.lora.rank=4", "model.lora"),
     ):
         code = main(["train", *small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", given)])
         said = capsys.readouterr().err

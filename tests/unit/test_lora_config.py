@@ -12,7 +12,10 @@ from safetensors.torch import save_file
 
 from verl.cli import main
 from verl.config.load import load_config
+from verl.config.model_files import describe_model
 from verl.driver.identity import compare, identity_of
+from verl.model_engine.layout import Layout
+from verl.model_engine.memory import RankWork, memory
 from verl.planner.plan import make_plan
 from verl.planner.text import render_plan
 
@@ -76,6 +79,16 @@ def test_trained_parameters_gradients_and_states_are_those_of_the_factors(folder
     assert averaged.memory.items["teacher"] == averaged.checkpoint_parts["average"] == 4 * factors.parameters
     critic = planned(folder, RANK, "algorithm.name=ppo", model="qwen").checkpoint_parts["critic"]
     assert critic == plan.checkpoint_parts["state"]
+
+
+def test_a_rank_gathers_the_gradients_of_factors_alone(folder):
+    model, layout = describe_model(str(folder / "qwen")), Layout(world_size=2)
+    whole, lora = (memory(model, layout, RankWork(tokens=64, **w)) for w in ({}, {"factors": 4_399_104}))
+    assert lora["gradients"] == 4 * 4_399_104 // 2 and lora["optimizer states"] == 2 * lora["gradients"]
+    assert lora["gathered gradients"] == 2 * 4 * 4_399_104 // 24
+    assert lora["reduced embeddings"] == 0 < whole["reduced embeddings"]
+    same = {"gathered embeddings", "gathered layers", "activations", "log-prob chunk"}
+    assert {name: lora[name] for name in same} == {name: whole[name] for name in same}
 
 
 def test_targets_of_the_plan(folder):

@@ -129,6 +129,7 @@ class _Share:
     def __init__(self, model: ModelFacts, layout: Layout, work: RankWork) -> None:
         self.layout, self.work, tensor = layout, work, layout.tensor
         self.layer = (model.body_parameters - model.embedding_parameters) // model.layers
+        self.model_layers = model.layers
         self.layers = len(layers_of_stages(model.layers, layout.pipeline)[work.stage])
         whole = model.parameters if work.head else model.body_parameters
         root = _outside_layers(model, layout, whole - self.layer * model.layers, work.stage)
@@ -155,10 +156,13 @@ def _training(share: _Share, kept: int, waits: int, working: int, residual: int)
     """Return the items of a rank that is trained, from bytes per token: of a layer that is computed again, of one that
     waits for its backward pass, of the gradients inside a layer, and of the residual."""
     layout, work = share.layout, share.work
+    outside, gathered = share.outside, max(share.dense, share.experts)  # the weights with gradients that are sent
+    if work.factors is not None:  # those of the other weights are not computed
+        outside, gathered = 0, 4 * work.factors // share.model_layers
     again = work.checkpointing != "none"  # one layer after the other is computed again, and freed
     through = share.layers * waits + (kept if again else working)
     # sending, in transfer, receiving; a critic's last stage computes no logits, tied or not
-    reduced = (3 * share.outside + share.cut * share.outside // layout.shard) * (work.stage == 0 or work.head)
+    reduced = (3 * outside + share.cut * outside // layout.shard) * (work.stage == 0 or work.head)
     copies = share.half * (1 if again else share.layers) * (share.dense + share.experts) // 4
     activations = work.tokens * (through + 2 * residual)
     waiting = activations + copies * (not again)  # of one pass, until its backward pass
@@ -169,7 +173,7 @@ def _training(share: _Share, kept: int, waits: int, working: int, residual: int)
         "optimizer states": share.states,
         "gradients": 4 * share.trained,
         # as computed, and in the buffer from which they are sent
-        "gathered gradients": share.gathers * 2 * max(share.dense, share.experts),
+        "gathered gradients": share.gathers * 2 * gathered,
         "reduced embeddings": reduced,
         # of earlier passes, summed over the ranks of one copy of the model and not yet over the copies
         "gradients of one copy": 4 * share.trained * (layout.replicate > 1 and work.passes > 1),
