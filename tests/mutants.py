@@ -60,6 +60,7 @@ FLOW = "tests/unit/test_rollouts.py tests/unit/test_rollouts_flow.py"
 RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resume.py"
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
 QUANT = "tests/numerics/test_quant.py tests/numerics/test_quant_linear.py"
+QUANT_PARTS = "tests/unit/test_quantised_parts.py"
 LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
 PLACES = "tests/unit/test_config_cluster.py"
 LOOK_AHEAD = "tests/unit/test_look_ahead.py"
@@ -355,6 +356,8 @@ MUTANTS = (
     Mutant("accel/cpu/nf4.py", "out.stride(0), pairs, add", "out.stride(0), pairs, False", QUANT),
     Mutant("nn/quant_linear.py", "moved.dtype != tensor.dtype", "False", QUANT),
     Mutant("nn/quant_linear.py", "not in {*skip, *ROUTERS}", "not in {*skip}", QUANT),
+    Mutant("model_engine/hf_parts.py", "if name in self.quantised:", "if False:", QUANT_PARTS),
+    Mutant("model_engine/quantised_parts.py", "if found.quantised:", "if False:", QUANT_PARTS),
     Mutant("nn/quant.py", "half = some.half()", "half = some.float()", QUANT),
     Mutant("nn/linear_teacher.py", "-x.sum(-1, keepdim=True)", "x.sum(-1, keepdim=True)", TEACHER),
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),

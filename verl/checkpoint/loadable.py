@@ -16,6 +16,7 @@ from verl.config.model_files import (
     refuse_quantised,
 )
 from verl.errors import Refused
+from verl.nn.quant import quantised_in
 
 # Errors of transformers and of a model's own code for a config.json that they cannot build.
 BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
@@ -31,16 +32,22 @@ def cannot_load(folder: Path, exc: BaseException) -> ValueError:
     )
 
 
-def check_loadable(folder: Path, *, trust_remote_code: bool = False) -> Any:
+def check_loadable(folder: Path, *, trust_remote_code: bool = False, quantised: bool = False) -> Any:
     """Return the model's configuration. Raise ValueError for quantised weights, for an architecture that is no causal
     language model here, and for weights with other shapes than config.json has. No weight is read: the model is built
-    without storage."""
+    without storage. quantised: weights that bitsandbytes quantised are allowed."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     refuse_adapter(folder)
     described = read_model_config(folder)
     refuse_foreign(folder, described, trust_remote_code=trust_remote_code)
     tensors = read_weight_headers(folder) if any(folder.glob("*.safetensors")) else {}
+    method = (described.get("quantization_config") or {}).get("quant_method")
+    codes = quantised_in(tensors) if quantised and method == "bitsandbytes" else {}
+    if codes:
+        others = set[str]().union(*codes.values())
+        described = {name: value for name, value in described.items() if name != "quantization_config"}
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in codes and name not in others}
     refuse_quantised(folder, described, tensors)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -22,6 +22,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
 from verl.errors import Refused
 from verl.model_engine.hf_model import refuse_other_weights
+from verl.nn.quant import QuantisedTensor, quantised_in, read_quantised
 
 Index = tuple[slice, ...]
 
@@ -74,6 +75,8 @@ class Skeleton:
     """How the model's tensors are made of those in the folder."""
     spare: Collection[str]
     """Weights that the folder lacks and that are not trained; they are drawn at random."""
+    quantised: Collection[str] = ()
+    """The weights that the folder has quantised; `fill` dequantises them."""
 
     def fill(self, into: Mapping[str, Tensor]) -> None:
         """Read this rank's parts of these tensors from the files, in place. into: by the model's names; a tied tensor
@@ -84,6 +87,8 @@ class Skeleton:
 
             def read(name: str, index: Index = ()) -> Tensor:
                 file = open_files[self.files[name]]
+                if name in self.quantised:
+                    return _codes_of(name, self.files, open_files).dequantised(torch.float32)[index]
                 found: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
                 return found.to(torch.float32) if found.is_floating_point() else found
 
@@ -98,6 +103,16 @@ class Skeleton:
             mine.copy_(torch.empty(into[name].shape).normal_(std=std, generator=noise)[index])
             filled.add(id(into[name]))
         assert not (left := [name for name, t in into.items() if id(t) not in filled]), left
+
+    def codes(self, target: str) -> QuantisedTensor | None:
+        """Return a weight of the model as the folder has it quantised; None if it does not."""
+        source = next(made.copied for made in self.made if target in made.targets)
+        if source is None or source not in self.quantised:
+            return None
+        with ExitStack() as stack:
+            return _codes_of(
+                source, self.files, {p: stack.enter_context(safe_open(p, "pt")) for p in {*self.files.values()}}
+            )
 
     def _fill(self, made: _Made, here: Mapping[str, Tensor], read: Callable[..., Tensor]) -> None:
         parts = {name: part_and_place(t) for name, t in here.items()}
@@ -117,6 +132,11 @@ class Skeleton:
                 mine.copy_(found[name][index])
 
 
+def _codes_of(name: str, files: Mapping[str, Path], open_files: Mapping[Path, Any]) -> QuantisedTensor:
+    """Read a quantised weight of a folder."""
+    return read_quantised(name.removesuffix(".weight"), lambda one: open_files[files[one]].get_tensor(one), files)
+
+
 def part_and_place(t: Tensor) -> tuple[Tensor, Index]:
     """Return this rank's part of a tensor, in its own storage, and the slices of the whole that it covers."""
     if not isinstance(t, DTensor):
@@ -128,16 +148,25 @@ def part_and_place(t: Tensor) -> tuple[Tensor, Index]:
     return mine, tuple(slice(start, start + size) for start, size in zip(starts, mine.shape, strict=True))
 
 
-def open_skeleton(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Skeleton | None:
+def open_skeleton(
+    path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True, quantised: bool = False
+) -> Skeleton | None:
     """Open a folder as `load_causal_lm` does, with the same errors, but read no weight. Return None for a folder
-    without safetensors, or one without weights that transformers would initialise."""
+    without safetensors, or one without weights that transformers would initialise. quantised: the folder may have
+    weights that bitsandbytes quantised."""
     from transformers import AutoModelForCausalLM
 
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         return None
-    config = check_loadable(path, trust_remote_code=trust_remote_code)
+    config = check_loadable(path, trust_remote_code=trust_remote_code, quantised=quantised)
     if not (stored := _stored(path)):
         return None
+    files = {name: file for name, (file, _) in stored.items()}
+    codes = quantised_in(stored) if quantised else {}
+    for name, others in codes.items():
+        shape = _shape_of(name, files)
+        stored = {one: t for one, t in stored.items() if one not in others}
+        stored[name] = files[name], torch.empty(shape, device="meta")
     try:
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(
@@ -151,14 +180,19 @@ def open_skeleton(path: Path, *, trust_remote_code: bool = False, needs_lm_head:
             f"model.path={path}: {len(wrong)} weights are not those that config.json describes, e.g. {wrong[0]}; take "
             "both from the same model"
         )
-    files = {name: file for name, (file, _) in stored.items()}
     made = _tied(model, files, made)
     missing, unexpected, made_up = _faults(model, {name for m in made for name in m.targets}, unexpected)
     spare = refuse_other_weights(path, model, missing, unexpected, needs_lm_head=needs_lm_head)
     if made_up:
         return None
     _make_buffers(model)
-    return Skeleton(model, files, made, spare)
+    return Skeleton(model, files, made, spare, frozenset(codes))
+
+
+def _shape_of(name: str, files: Mapping[str, Path]) -> tuple[int, ...]:
+    """Return the shape of a quantised weight of a folder."""
+    with ExitStack() as stack:
+        return _codes_of(name, files, {p: stack.enter_context(safe_open(p, "pt")) for p in {*files.values()}}).shape
 
 
 def _stored(path: Path) -> dict[str, tuple[Path, Tensor]]:
