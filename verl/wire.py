@@ -19,7 +19,7 @@ FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64":
 """The bits of exponent and mantissa of each dtype, by torch's name, the narrower ones first."""
 
 
-JOINED = ("q_proj", "k_proj", "gate_proj", "w1")
+JOINED = ("q_proj", "k_proj", "gate_proj", "w1", "q_a_proj")
 """Projections to which servers append the rows of another one: a block must not have rows of both."""
 
 

@@ -20,7 +20,14 @@ from safetensors.torch import load_file
 from small_runs import small_args
 from test_rollout_client import context_of
 from torch.storage import TypedStorage
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    MixtralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from bench import environments
 from verl.checkpoint.safetensors_file import host_bytes
@@ -51,6 +58,9 @@ HEADS: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1, "he
 BLOCKS = Qwen3MoeConfig(**SIZES, **HEADS, num_experts=4, moe_intermediate_size=128, tie_word_embeddings=True)
 GPT_OSS = GptOssConfig(**SIZES, **HEADS, num_local_experts=2, intermediate_size=128)
 MIXTRAL = MixtralConfig(**SIZES, **HEADS, num_local_experts=2, intermediate_size=96)
+LATENT = DeepseekV3Config(
+    **SIZES, num_attention_heads=2, num_key_value_heads=2, q_lora_rank=96, first_k_dense_replace=2
+)
 FOREIGN = copy.deepcopy(CONFIG)
 FOREIGN.architectures = ["OfNoKnownPackage"]
 
@@ -263,6 +273,7 @@ def test_the_plugin_reads_blocks_by_the_names_of_a_quantised_folder(
             MIXTRAL,
             r"experts.0.w1.weight \[96, 160\]: a server appends another projection, and no block of 128 rows ends",
         ),
+        (LATENT, r"q_a_proj.weight \[96, 160\]: a server appends another projection"),
         (GPT_OSS, r"experts.gate_up_proj \[\d+, \d+, \d+\]: experts that are saved as one tensor have no blocks"),
         (FOREIGN, "its class is not part of transformers"),
     ],
