@@ -446,12 +446,7 @@ MUTANTS = (
     Mutant("nn/tensor_parallel.py", "[Partial()] if", "[Replicate()] if", RANKS),
     Mutant("nn/tensor_parallel.py", '(_COLUMNS, "lora_A"), ', "", RANKS),
     Mutant("nn/tensor_parallel.py", ', (_ROWS, "lora_B")', "", RANKS),
-    Mutant(
-        "model_engine/sharded.py",
-        "self.local.with_factors(name, self.local.delivered(name, sharded.get(name)))",
-        "self.local.delivered(name, sharded.get(name))",
-        RANKS,
-    ),
+    Mutant("model_engine/sharded.py", "self.local.with_factors(name, weight) if merged else weight", "weight", RANKS),
     Mutant(
         "model_engine/lora.py",
         "product if index is None else product[index]",

@@ -24,6 +24,7 @@ from forked import run
 from fsspec.implementations.local import LocalFileSystem
 
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_source import FrozenBase, PolicyFactors
 from verl.model_engine.sharded import part_of_rank
 from verl.weight_sync import collective, disk, nixl, objects, shm, tcp
 from verl.weight_sync.base import CheckedReader, SyncError, checksum, open_stream, with_whole_checksums
@@ -247,6 +248,33 @@ def test_slices_of_several_hosts_make_the_version_that_one_process_stages(
         assert sum(np.prod([b - a for a, b in s.spans]) for s in manifests[0][name].slices) == np.prod(
             expected[name].shape
         )
+
+
+@pytest.mark.parametrize("layout", ["slices of factors", "stages of factors"])
+@pytest.mark.parametrize("with_base", [True, False])
+def test_factors_that_are_not_merged_are_staged_as_by_one_process(layout: str, with_base: bool, name: str) -> None:
+    model, of = LAYOUTS[layout]
+
+    def publish(rank: int | None) -> Any:
+        made = engine(model, "actor", None if rank is None else of)
+        source = PolicyFactors(made, with_base=with_base)
+        whole = {n: t.clone() for n, t in source.weights()}
+        outlet = shm.ShmOutlet(f"{name}.{'alone' if rank is None else 'together'}")
+        sender = WeightSender(outlet, verify_first=1)
+        sender = sender.for_factors(source.parameters, FrozenBase(made), with_base=with_base)
+        made.published(0)
+        sent = sender.send(source, 0, PROBES, copy=False, first=not rank)
+        if sent is None:
+            return None
+        read = {n: bits(t) for n, t in open_stream(sent.source).tensors()}
+        assert read == {n: bits(t) for n, t in whole.items()}
+        shm.remove(f"{name}.{'alone' if rank is None else 'together'}")
+        return sent.source.manifest, sent.num_bytes, read
+
+    first, *others = run(of.world_size, publish)
+    ((*expected, read),) = run(1, lambda rank: publish(None))
+    assert [*first[:2]] == expected and first[2] == read and others == [None] * (of.world_size - 1)
+    assert ("model.norm.weight" in read) == with_base
 
 
 def test_a_part_without_the_present_factors_is_delivered_by_no_rank() -> None:

@@ -244,10 +244,13 @@ def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(rol
                 e = engine(model, role, layout)
                 worst = e.check_packing(share_prefix=True)
                 own = {dtype: e.own_logprobs(probes, dtype) for dtype in ("float32", "bfloat16", FP8, FP8_INPUTS)}
+                apart = e.own_logprobs(probes, "bfloat16", merged=False)
                 again = e.infer(share(Case(layout, "reference", model=model), rank)[1], alone.capabilities.outputs[:1])
-                return worst, own, weights(e), again
+                return worst, own, weights(e), again, apart
 
-            for worst, own, held, _ in run(layout.world_size, prove):
+            for worst, own, held, _, apart in run(layout.world_size, prove):
+                for mine, theirs in zip(apart, alone.own_logprobs(probes, "bfloat16", merged=False), strict=True):
+                    assert np.allclose(mine, theirs, atol=1e-5)
                 assert 0 < worst < 1e-4
                 for dtype, found in own.items():
                     for mine, theirs in zip(found, alone.own_logprobs(probes, dtype), strict=True):

@@ -140,9 +140,10 @@ class LocalModel:
         """Return a whole weight with its LoRA factors merged. All ranks call this in the same order."""
         if self.lora is None:
             return weight
-        return self.lora.merged(name, weight, self._whole_factor)
+        return self.lora.merged(name, weight, self.whole_factor)
 
-    def _whole_factor(self, name: str) -> Tensor:
+    def whole_factor(self, name: str) -> Tensor:
+        """Return a whole factor of LoRA by its name in the model. All ranks call this in the same order."""
         return self.whole(self.model.get_parameter(name))
 
     def gather_factors(self) -> None:

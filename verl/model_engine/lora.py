@@ -77,6 +77,18 @@ class LoraLayers:
             a, b = (self._start[name].to(x) for name in self.parameters.factors(module))
         return output + linear(linear(x, a), b) * self.parameters.scale
 
+    def add_to(self, model: nn.Module, factors: Callable[[str], Tensor]) -> None:
+        """Let another model of this kind, which has no factors, add them to the outputs of its layers. factors: returns
+        a whole factor by its name, for each pass."""
+        for module in self.parameters.targets:
+            model.get_submodule(module).register_forward_hook(partial(self._add_whole, module, factors))
+
+    def _add_whole(
+        self, module: str, factors: Callable[[str], Tensor], _: Any, inputs: tuple[Tensor, ...], output: Tensor
+    ) -> Tensor:
+        a, b = (factors(f"{module}.{factor}").to(output.dtype) for factor in (A, B))
+        return output + linear(linear(inputs[0], a), b) * self.parameters.scale
+
     def off(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes with its own weights only."""
         return self._using("none")

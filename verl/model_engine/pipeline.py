@@ -25,6 +25,7 @@ from verl.checkpoint.adapter_export import SCORE
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.errors import Refused
 from verl.model_engine.base import StepOutput, WeightPart
+from verl.model_engine.hf_parts import Index
 from verl.model_engine.layout import Layout, layers_of_stages
 from verl.model_engine.passes import Ready
 from verl.model_engine.settings import DEFAULTS, EngineSettings
@@ -107,18 +108,15 @@ class StageModel(ShardedModel):
         dist.broadcast(whole, group=group, group_src=weight.stage)
         return whole
 
-    def _whole_factor(self, name: str) -> Tensor:
+    def whole_factor(self, name: str) -> Tensor:
         here = self._weights[name].stage == self.stage
         return self.delivered(name, self.model.get_parameter(name) if here else None)
 
-    def weight_parts(self) -> Iterator[WeightPart]:
-        for name, tensor in self.named_weights():
-            if tensor is not None:
-                yield self._part(name, tensor)
-            else:
-                weight = self._weights[self._whole_tied.get(name, name)]
-                whole = tuple(slice(0, size) for size in weight.shape)
-                yield WeightPart(name, tuple(weight.shape), weight.dtype, None, whole)
+    def _part(self, name: str, tensor: Tensor | None, read: Callable[[str, Tensor, Index], Tensor]) -> WeightPart:
+        if tensor is not None:
+            return super()._part(name, tensor, read)
+        weight = self._weights[self._whole_tied.get(name, name)]
+        return WeightPart(name, tuple(weight.shape), weight.dtype, None, tuple(slice(0, n) for n in weight.shape))
 
     @property
     def tied(self) -> dict[str, str]:

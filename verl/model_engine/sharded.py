@@ -7,7 +7,7 @@ the same order. Gradients are summed, never averaged: the weights of a step alre
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -189,10 +189,15 @@ class ShardedModel(LocalModel):
         return p.full_tensor()
 
     def weight_parts(self) -> Iterator[WeightPart]:
-        return (self._part(name, tensor) for name, tensor in self.named_weights() if tensor is not None)
+        return (self._part(name, tensor, self._merged_part) for name, tensor in self.named_weights())
 
-    def _part(self, name: str, tensor: Tensor) -> WeightPart:
-        """Return this rank's part of a tensor. Of several ranks with the same values the first one delivers them."""
+    def parts_of(self, named: Iterable[tuple[str, Tensor | None]]) -> Iterator[WeightPart]:
+        return (self._part(name, tensor, lambda name, mine, index: mine) for name, tensor in named)
+
+    def _part(self, name: str, tensor: Tensor | None, read: Callable[[str, Tensor, Index], Tensor]) -> WeightPart:
+        """Return this rank's part of a tensor. Of several ranks with the same values the first one delivers them. read:
+        returns what is delivered of a name, this rank's part of the tensor and its position."""
+        assert tensor is not None, name
         mine, index = part_and_place(tensor)
         copies = (self.place.data, self.place.sequence, self.place.tensor)
         if isinstance(tensor, DTensor):
@@ -200,8 +205,8 @@ class ShardedModel(LocalModel):
             pairs = zip(mesh.get_coordinate(), tensor.placements, strict=True)
             copies = tuple(at for at, placement in pairs if placement.is_replicate())
         delivers = not any(copies) and mine.numel() > 0
-        read = partial(self._merged_part, name, mine, index) if delivers else None
-        return WeightPart(name, tuple(tensor.shape), tensor.dtype, read, index)
+        found = partial(read, name, mine, index) if delivers else None
+        return WeightPart(name, tuple(tensor.shape), tensor.dtype, found, index)
 
     def gather_factors(self) -> None:
         named = self.model.named_parameters() if self.lora is not None else ()
@@ -266,7 +271,10 @@ class ShardedPasses(Passes):
         sharded = dict(model.named_parameters(remove_duplicate=False))
         layers = {id(module) for module in layers_of(own)}
         rounded = RoundedInputs() if fp8_inputs else None
-        fill, inside = partial(self._fill, own, sharded, dtype=dtype, fp8=fp8, rounded=rounded), set()
+        if self.local.lora is not None and not merged:
+            self.local.lora.add_to(own, self.local.whole_factor)
+        fill = partial(self._fill, own, sharded, dtype=dtype, fp8=fp8, merged=merged, rounded=rounded)
+        inside = set[str]()
         for prefix, module in list(own.named_modules()):
             if id(module) in layers:
                 names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
@@ -288,10 +296,12 @@ class ShardedPasses(Passes):
         *,
         dtype: torch.dtype,
         fp8: bool,
+        merged: bool,
         rounded: RoundedInputs | None,
     ) -> None:
         for name in names:
-            weight = self.local.with_factors(name, self.local.delivered(name, sharded.get(name)))
+            weight = self.local.delivered(name, sharded.get(name))
+            weight = self.local.with_factors(name, weight) if merged else weight
             made = nn.Parameter(as_computed(name, weight, dtype, fp8=fp8), requires_grad=False)
             _owner(own, name)._parameters[name.rpartition(".")[2]] = made
             if rounded is not None and in_blocks(name, made.shape):
