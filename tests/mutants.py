@@ -846,6 +846,7 @@ MUTANTS = (
     Mutant("checkpoint/safetensors_file.py", "self.names and self._splits and", "self.names and", LORA_TRAINING),
     Mutant("model_engine/lora.py", "if not factor.isfinite().all():", "if False:", LORA_TRAINING),
     Mutant("model_engine/merging.py", "(base, _pad_id(source))", "(base, None)", LORA_EXPORT),
+    Mutant("model_engine/merging.py", "tensor.to(getattr(torch, dtype))", "tensor", LORA_EXPORT),
     # -- LoRA sets
     Mutant("parameter_set.py", "if parameters.base != held:", "if False:", SETS),
     Mutant("rollout/native/runner.py", "self._forget_prompts(parameters.id)", "pass", NATIVE_SETS),

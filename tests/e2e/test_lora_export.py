@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from verl.cli import main
 from verl.config.load import load_config
 from verl.driver.launch import run_supervised
 
-REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
+REFERENCES = Path(sys.prefix) / "references"
 LORA = ("model.lora.rank=4", "optim.lr=1e-2", "run.total_steps=2")
 IDS = torch.arange(1, 12)[None]
 
@@ -61,14 +62,19 @@ def test_the_adapter_of_a_run_and_its_merged_model_have_equal_logits(
 
 
 def test_a_reward_models_adapter_is_a_sequence_classifier(peft, tmp_path, tiny_model):
-    pairs = tmp_path / "pairs.jsonl"
+    """Of a base whose configuration has no id of padding: it is the tokenizer's."""
+    base_folder, pairs = tmp_path / "base", tmp_path / "pairs.jsonl"
+    shutil.copytree(tiny_model, base_folder)
+    described = json.loads((base_folder / "config.json").read_text())
+    (base_folder / "config.json").write_text(json.dumps({**described, "pad_token_id": None}))
     pairs.write_text('{"prompt": "1+1=", "chosen": "2", "rejected": "3"}\n' * 16)
-    run_supervised(load_config(small_args(tmp_path, tiny_model, [pairs], *LORA)), "rm")
+    run_supervised(load_config(small_args(tmp_path, base_folder, [pairs], *LORA)), "rm")
     for out, more in (("adapter", ()), ("merged", ("--merge",))):
         assert main(["export", str(tmp_path / "r"), str(tmp_path / out), *more]) == 0
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["task_type"] == "SEQ_CLS"
     base = AutoModelForSequenceClassification.from_pretrained(tiny_model, dtype=torch.float32, num_labels=1)
     merged = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged")
+    assert merged.config.pad_token_id == AutoTokenizer.from_pretrained(base_folder).pad_token_id is not None
     base.config.pad_token_id = merged.config.pad_token_id
     adapted = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
     assert adapted.abs().max() > 0
