@@ -80,6 +80,7 @@ CANARY = "tests/contracts/test_canary.py"
 SETS, NATIVE_SETS = "tests/contracts/test_weight_sync_contract.py", "tests/numerics/test_native_sets.py"
 LORA, LORA_KEYS = "tests/unit/test_lora_config.py", "tests/unit/test_compat_lora.py"
 LORA_TRAINING, LORA_EXPORT = "tests/numerics/test_lora_training.py", "tests/e2e/test_lora_export.py"
+LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
 MEDIA = "tests/unit/test_media.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
 VLLM_LINES = "tests/unit/test_rollout_vllm.py"
@@ -837,6 +838,32 @@ MUTANTS = (
     ),
     # -- LoRA in configuration, plan and export
     Mutant("model_engine/memory.py", '"gradients": 4 * share.trained', '"gradients": 4 * share.weights', LORA),
+    Mutant(
+        "model_engine/lora.py",
+        "linear(linear(x, a), b) * self.parameters.scale",
+        "linear(linear(x, a), b)",
+        LORA_TRAINING,
+    ),
+    Mutant("model_engine/lora.py", 'if self._at == "none":', 'if self._at == "start":', LORA_TRAINING),
+    Mutant("model_engine/lora.py", "product.T if turned else product", "product", LORA_TRAINING),
+    Mutant(
+        "model_engine/lora.py", 'self._using("start" if self._start else "none")', 'self._using("trained")', LORA_RUNS
+    ),
+    Mutant(
+        "model_engine/local_model.py", "is_factor(name) or name.startswith", "True or name.startswith", LORA_TRAINING
+    ),
+    Mutant(
+        "model_engine/sibling.py", "{id(t): t for t in (*model.parameters(), *model.buffers())}", "{}", LORA_TRAINING
+    ),
+    Mutant(
+        "rollout/embedded/core.py",
+        "held = policy.identity or self.identity",
+        "held = policy.parameters.base or ''",
+        FACTORS,
+    ),
+    Mutant("rollout/embedded/core.py", 'self.identity = ""  # the next publish needs the base too', "pass", FACTORS),
+    Mutant("driver/publisher.py", "if all(one.base for one in", "if any(one.base for one in", FACTORS),
+    Mutant("weight_sync/local.py", "if parameters.id != POLICY_SET.id:", "if not parameters.whole:", FACTORS),
     Mutant("config/lora_layers.py", "header.shape) == 2 and", "header.shape) >= 1 and", LORA),
     Mutant("config/lora_layers.py", "self.rank * sum(", "sum(", LORA),
     Mutant("driver/identity.py", "_model(spec.path)}", "spec.path}", LORA),

@@ -21,6 +21,7 @@ from test_weight_sync_contract import (  # noqa: F401 - fixtures of the same wor
     Replica,
     World,
     _fresh,
+    bucket_outlet,
     distance,
     run,
     trainer,
@@ -32,6 +33,7 @@ from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout.base import GenerateRequest, Sampling
 from verl.weight_sync.base import SyncError
+from verl.weight_sync.local import LocalOutlet
 from verl.wire import AS_HELD
 
 KINDS = list(ROLLOUTS)
@@ -217,12 +219,11 @@ def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
     def able(rank: int, lora_policy: bool = True) -> Any:
         return SimpleNamespace(lora_policy=lora_policy, lora_rank=rank, in_flight_update=True, weights=AS_HELD)
 
-    def delivery(rank: int, bases: list[str], *ables: Any) -> str:
-        given: dict[str, Any] = dict.fromkeys(("engine", "waits", "note", "published", "lora"))
-        made = Publisher(
-            **given, trainer=SimpleNamespace(), timeout_s=1.0, exclusive=True, partial_rollout=False,
-            replicas=[SimpleNamespace(base=base) for base in bases], trained_rank=rank,
-        )  # fmt: skip
+    def delivery(rank: int, bases: list[str], *ables: Any, outlet: Any = LocalOutlet) -> str:
+        given: dict[str, Any] = dict.fromkeys(("waits", "note", "published", "lora"))
+        given |= {"trainer": SimpleNamespace(), "engine": SimpleNamespace(outlet=outlet), "trained_rank": rank}
+        given |= {"replicas": [SimpleNamespace(base=base) for base in bases]}
+        made = Publisher(**given, timeout_s=1.0, exclusive=True, partial_rollout=False)
         for one in ables:
             made.join(one)
         made._requested = len(bases)
@@ -233,3 +234,4 @@ def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
     assert delivery(8, ["w", "w"], able(64), able(64)) == "factors"
     assert delivery(8, ["w", "w"], able(64), able(4)) == "merged"
     assert delivery(8, ["w"], able(64, lora_policy=False)) == "merged"
+    assert delivery(8, ["w"], able(64), outlet=bucket_outlet) == "merged", "buckets are of full sets"

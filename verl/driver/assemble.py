@@ -17,6 +17,7 @@ from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.algorithms.specs import GKDTopK, function
 from verl.checkpoint.latest import beyond
+from verl.config.adapter import trained_rank
 from verl.config.backends import CLUSTER, backend_of, import_object, layout_of, longest_sequence, options_of, traits_of
 from verl.config.cluster import placed_roles
 from verl.config.devices import colocated, drops_rollout_weights
@@ -35,7 +36,7 @@ from verl.driver.driver_host import driver_host
 from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, early_models, hf_export, models_of, reward_model, trained, workers_of
-from verl.driver.publisher import Publisher, unmerged_rank
+from verl.driver.publisher import Publisher
 from verl.driver.queue_rows import QueueRows
 from verl.driver.record import build_recorder
 from verl.driver.reporter import OnStep, Reporter
@@ -241,7 +242,7 @@ def _publisher(
         note=progress.message,
         published=rollout.published if isinstance(rollout, Router) else None,
         lora=lora,
-        trained_rank=unmerged_rank(config, sync),
+        trained_rank=trained_rank(config.model.lora),
     )
 
 

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl.config.adapter import trained_rank
-from verl.config.schema import Config
 from verl.driver.lora_publisher import LoraPublisher
 from verl.parameter_set import Delivery
 from verl.rollout.base import Capabilities, PauseMode, RolloutEngine
@@ -21,12 +19,6 @@ from verl.workers.model_workers import START_TIMEOUT_S, ModelWorkers
 from verl.workers.waits import Waits
 
 T = TypeVar("T")
-
-
-def unmerged_rank(config: Config, sync: CheckpointEngine) -> int:
-    """Return the rank of the policy's LoRA factors if they can be sent unmerged, else 0: buckets are of full sets."""
-    rank = trained_rank(config.model.lora)
-    return 0 if not rank or isinstance(sync.outlet(), StreamingOutlet) else rank
 
 
 @dataclass(eq=False, kw_only=True)
@@ -54,7 +46,7 @@ class Publisher:
     lora: LoraPublisher
     """Publishes LoRA sets on top of the weights."""
     trained_rank: int = 0
-    """The rank of the policy's own LoRA factors, if replicas may get them unmerged; 0: all weights are sent whole."""
+    """The rank of the policy's own LoRA factors; 0: all its weights are trained."""
     version: int = field(default=0, init=False)
     """The number of publishes so far."""
     _requested: int = field(default=0, init=False)
@@ -84,7 +76,11 @@ class Publisher:
         for able in can:
             self.join(able)
         self.version = version
-        self._report(await self._awaited(self._enqueue(version), version))
+        report = await self._awaited(self._enqueue(version), version)
+        self._report(report)
+        if self.trained_rank and not self._takes_factors:
+            by = f"log-probs of the canary change by {report.canary_mean_abs:.2g} on average"
+            self.note(f"rollout: LoRA factors are added to the weights that it gets, which are rounded once: {by}")
 
     def join(self, able: Capabilities) -> None:
         """Include the next of `replicas` in every publish from now on. Later publishes are in a format that all
@@ -92,7 +88,8 @@ class Publisher:
         self._formats.append(able.weights)
         if (form := WireFormat.widest(self._formats)) != self._wire_format:
             self._wire_format = self.trainer.wire_format = form
-        if self.trained_rank:
+        if self.trained_rank:  # buckets are of full sets
+            self._takes_factors &= not isinstance(self.engine.outlet(), StreamingOutlet)
             self._takes_factors &= able.lora_policy and able.lora_rank >= self.trained_rank
         self._modes.append("keep" if self.partial_rollout and able.in_flight_update else "wait")
 
