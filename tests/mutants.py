@@ -845,7 +845,7 @@ MUTANTS = (
         LORA_TRAINING,
     ),
     Mutant("model_engine/lora.py", 'if self._at == "none":', 'if self._at == "start":', LORA_TRAINING),
-    Mutant("model_engine/lora.py", "product.T if turned else product", "product", LORA_TRAINING),
+    Mutant("model_engine/lora.py", "product.T if name in self._turned else product", "product", LORA_TRAINING),
     Mutant(
         "model_engine/lora.py", 'self._using("start" if self._start else "none")', 'self._using("trained")', LORA_RUNS
     ),
