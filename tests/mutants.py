@@ -458,6 +458,7 @@ MUTANTS = (
         "model_engine/sharded.py", "assert torch.equal(now, then)", "assert 1", "tests/distributed/test_parts_sync.py"
     ),
     Mutant("model_engine/pipeline.py", "and self.lora is None", "", RANKS),
+    Mutant("model_engine/pipeline.py", "if out.requires_grad:", "if True:", STAGES),
     Mutant("nn/linear_logprob.py", "(share * (next(of_ranks) - log_share))", "(share * next(of_ranks))", RANKS),
     Mutant("nn/linear_logprob.py", "d if here is None else d * here[at, None]", "d", RANKS),
     Mutant("nn/expert_parallel.py", "if len(x) == 0:", "if False:", RANKS),

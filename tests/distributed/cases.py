@@ -77,7 +77,7 @@ def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEn
     if role in TAUGHT:
         given["teacher"] = TEACHER
     if name.endswith(LORA):  # of a rank that 2, 3 and 4 processes cannot share equally
-        given["lora"] = LoraSpec(rank=5, alpha=10.0)
+        given.setdefault("lora", LoraSpec(rank=5, alpha=10.0))
     generator = torch.Generator().manual_seed(1)
     settings: dict[str, Any] = dict(
         head=HEADS.get(role, "lm"),

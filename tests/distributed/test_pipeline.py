@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODELS, SIZES, Case, differences, engine, gradients, on_rank, one_process, share, together
+from cases import LORA, MODELS, SIZES, Case, differences, engine, gradients, on_rank, one_process, share, together
 from forked import run, tensor_bytes
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from verl.model_engine import pipeline
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.pipeline import PipelinedEngine
 from verl.model_engine.settings import EngineSettings
 
@@ -59,6 +60,25 @@ def test_passes_fewer_than_stages(deep):
         }
 
     assert not differences(together(case, run(3, on)), one_process(case, **given))
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_stage_without_factors_passes_the_gradients_on(layer):
+    """Factors of one layer, which the first or the last stage has: the other one trains nothing."""
+    given = {"lora": LoraSpec(rank=5, targets=[rf"model\.layers\.{layer}\..*"]), "dtype": "float64"}
+    case = Case(TWO, model="qwen3, tied" + LORA)
+
+    def moved(rank: int | None) -> dict[str, torch.Tensor]:
+        e = engine(case.model, "actor", None if rank is None else TWO, **given)
+        for _ in range(2):
+            e.forward_backward(*case.batch()[1:])
+            e.optim_step()
+        return {name: t.clone() for name, t in e.exported()}
+
+    expected = moved(None)
+    assert len(expected) == 14 and all(f"layers.{layer}." in name for name in expected)
+    for found in run(2, moved):
+        assert not differences(found, expected, rtol=1e-8)
 
 
 def test_what_two_stages_hold_adds_up_over_calls_as_all_else():

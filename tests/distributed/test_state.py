@@ -258,6 +258,23 @@ def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(rol
                 assert all(torch.equal(held[n], t) for n, t in alone.weights())
 
 
+@pytest.mark.parametrize("layout", ["four", "stages", "slices of two"])
+def test_under_lora_the_policy_as_of_its_start_is_that_of_one_process(layout):
+    """After updates: the factors are switched off, and on again."""
+    at = Layout(world_size=4, tensor=2) if layout == "slices of two" else LAYOUTS[layout]
+    case = Case(at, model="qwen3, tied" + LORA)
+    plain = engine("qwen3, tied", "reference", None)
+
+    def compared(rank: int) -> float:
+        e, batch = steps(case, rank, 1, engine(case.model, "actor", at)), share(case, rank)[1]
+        now, start = (e.infer(batch, ("logprobs",), start=start)["logprobs"] for start in (False, True))
+        assert torch.equal(now, e.infer(batch, ("logprobs",))["logprobs"])
+        assert torch.allclose(start, plain.infer(batch, ("logprobs",))["logprobs"], atol=1e-5)
+        return float((now - start).abs().max())
+
+    assert min(run(at.world_size, compared)) > 0.01, "the factors matter"
+
+
 def test_weights_leave_whole_under_their_own_names_and_ties_are_kept():
     """A publish sends the same from two ranks as from one; the rank that does not send makes the same calls."""
     probes = [np.arange(2, 12)]
