@@ -5,7 +5,8 @@
 Each part is a function that returns its rows; each number is printed beside its limit. optimizers: bytes of states per
 value of the matrices of layers, read from real states after a step; and an update of 8 x 8 x 128 tokens (forward,
 backward, optimizer) against the same update with AdamW, in CPU time, which depends little on other processes. nf4:
-products of decode steps with weights in NF4 against the float32 panels of the native engine.
+products of decode steps with weights in NF4 against the float32 panels of the native engine. sets: rollouts with
+LoRA sets by the native engine.
 --record writes bench/records/lora/ and this bench's part of bench/RESULTS.md from all records.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -43,12 +45,20 @@ from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.quant import quantise_weight
 from verl.objective import Term
-from verl.types import Sample, Segment
+from verl.parameter_set import POLICY_SET, ParameterSet
+from verl.rollout.base import GenerateRequest, RolloutContext
+from verl.rollout.embedded.core import EngineCore
+from verl.rollout.embedded.requests import ActiveRequest
+from verl.rollout.native.options import Options as RolloutOptions
+from verl.rollout.native.runner import NativeRunner
+from verl.serve import FolderWeights
+from verl.types import Sample, Sampling, Segment
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "records" / "lora"
 SIZES: Mapping[str, Mapping[str, int]] = {
     "tiny": {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": 512},
+    "quickstart": {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "vocab_size": 32},
     "10M": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 32_000},
     "100M": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "vocab_size": 32_000},
 }
@@ -85,8 +95,7 @@ class Row:
 def optimizers(size: str) -> Iterator[Row]:
     """Yield the state bytes per value of each optimizer, and its update's CPU time as a multiple of AdamW's."""
     rows, tokens = (8, 128) if size != "tiny" else (1, 16)
-    sizes = {"num_attention_heads": SIZES[size]["hidden_size"] // 64, "head_dim": 64, "num_key_value_heads": 1}
-    config = Qwen3Config.from_dict({**SIZES[size], **sizes, "tie_word_embeddings": True})
+    config = _qwen3(size)
     torch.manual_seed(0)
     engine = TorchEngine(
         Qwen3ForCausalLM(config), EngineSettings(optim=OptimSpec(lr=1e-6), max_tokens_per_microbatch=2048)
@@ -109,6 +118,11 @@ def optimizers(size: str) -> Iterator[Row]:
     for name in [name for name in OPTIMIZERS if name != "adamw"]:
         ratio = (passes_s + seconds[name]) / (passes_s + seconds["adamw"])
         yield Row(f"{name}: an update against AdamW's", ratio, STEP_LIMITS.get(name, STEP_LIMIT))
+
+
+def _qwen3(size: str) -> Qwen3Config:
+    heads = {"num_attention_heads": SIZES[size]["hidden_size"] // 64, "head_dim": 64, "num_key_value_heads": 1}
+    return Qwen3Config.from_dict({**SIZES[size], **heads, "tie_word_embeddings": True})
 
 
 def _batch(rows: int, tokens: int, vocab: int) -> Any:
@@ -153,7 +167,61 @@ def nf4(size: str) -> Iterator[Row]:
         yield Row(what, ratio, least if rows < 16 else 1.0, at_least=True)
 
 
-PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"optimizers": optimizers, "nf4": nf4}
+# -- adapters in the rollout -------------------------------------------------------------------------------------------
+
+
+def sets(size: str) -> Iterator[Row]:
+    """Yield what LoRA sets of rank 32 on all linear layers cost a rollout of the native engine in float32: 8 groups of
+    8 answers, all without a set, all with one, and each group with another of 8. The least CPU time of several turns
+    counts, the three in turn."""
+    names, tokens = [f"set{i}" for i in range(8)], 64 if size != "tiny" else 8
+    config = _qwen3(size)
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config)
+    context = RolloutContext(hf_config=config, max_context_tokens=256, dtype=torch.float32)
+    runner = NativeRunner(RolloutOptions(prefix_cache_tokens=0), context, lanes=torch.get_num_threads())
+    core = EngineCore(runner, (), None)
+    core.load(FolderWeights(model))
+    adding = [_add_set(core, model, name, 32) for name in names]
+    ways = {"none": [POLICY_SET.id], "one": names[:1], "eight": names}
+    least = dict.fromkeys(ways, math.inf)
+    for _ in range(REPEATS):
+        for way, of in ways.items():
+            _ask(core, of, tokens, config.vocab_size)
+            least[way] = min(least[way], _cpu_seconds(partial(_finish, core)))
+    yield Row("rollout with a LoRA set of rank 32 against without", least["one"] / least["none"], 1.15)
+    yield Row("rollout with 8 LoRA sets in a batch against one", least["eight"] / least["one"], 1.3)
+    yield Row("CPU ms until the factors of a set are live", 1e3 * min(adding))
+
+
+def _add_set(core: EngineCore, model: Qwen3ForCausalLM, name: str, rank: int) -> float:
+    """Make a set of factors of all linear layers live, and return the CPU seconds of that."""
+    every = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    one = ParameterSet(id=name, kind="lora", base="bench", rank=rank, targets=tuple(every))
+    shapes = [((rank, layer.in_features), (layer.out_features, rank)) for layer in every.values()]
+    of_targets = zip(map(one.factors, every), shapes, strict=True)
+    tensors = {n: torch.full(shape, 0.01) for both in of_targets for n, shape in zip(*both, strict=True)}
+    assert isinstance(core.runner, NativeRunner)
+    core.sets[name] = 0
+    return _cpu_seconds(partial(core.runner.add_set, one, tensors))
+
+
+def _ask(core: EngineCore, sets: Sequence[str], tokens: int, vocab: int) -> None:
+    """Add 8 groups of 8 requests with prompts of 48 tokens; the groups have these sets in turn."""
+    drawn = np.random.default_rng(0)
+    for group in range(8):
+        prompt, of = drawn.integers(4, vocab, 48), sets[group % len(sets)]
+        for i in range(8):
+            sampling = Sampling(max_tokens=tokens, seed=8 * group + i, ignore_eos=True)
+            core.add(ActiveRequest(GenerateRequest(f"{group}.{i}", prompt, sampling, parameters=of)))
+
+
+def _finish(core: EngineCore) -> None:
+    while core.busy:
+        core.step()
+
+
+PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"optimizers": optimizers, "nf4": nf4, "sets": sets}
 """The parts by name. Each is given the size of the model."""
 
 

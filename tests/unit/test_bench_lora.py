@@ -31,6 +31,12 @@ def test_products_with_nf4_are_measured_beside_their_limits(monkeypatch: pytest.
     assert found[0].limit in (2.0, 3.0) and found[-1].limit == 1.0 and "16 rows" in found[-1].what
 
 
+def test_lora_sets_in_the_rollout_are_measured_beside_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "REPEATS", 1)
+    one, eight, live = lora.sets("tiny")
+    assert (one.limit, eight.limit, live.limit) == (1.15, 1.3, None) and min(one.value, eight.value, live.value) > 0
+
+
 def test_a_limit_that_is_missed_is_named() -> None:
     assert Row("a", 1.2, 1.15).cells() == ("a", "1.2", "<= 1.15 MISSED") and Row("a", 1.1, 1.15).met
     assert Row("a", 2.0, 3.0, at_least=True).cells() == ("a", "2", ">= 3 MISSED")
