@@ -382,7 +382,7 @@ WARNINGS = [
     (["algorithm.kl_loss_form=k1"], "k1"),
     (["eval.samples_per_prompt=4"], "all answers to a prompt are equal"),
     (["optim.min_lr_ratio=0.1"], "does nothing with optim.schedule=constant"),
-    (["optim.name=apollo_mini"], "usual is 10 times that of adamw"),
+    (["optim.name=apollo_mini"], "usual is 2 times that of adamw"),
     (["step.prompts_per_step=8000"], "fewer than the 8000 of a step"),
     (["run.total_steps=5000", "run.save_every_steps=0"], "one checkpoint, at the end"),
 ]

@@ -79,8 +79,8 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         "adamw_8bit": OptimizerRow(matrix_bytes=2 + 8 / BLOCK, others_bytes=2 + 8 / BLOCK),
         "muon": OptimizerRow(settings=Muon(), matrix_bytes=4),
         "adam_mini": OptimizerRow(matrix_bytes=4, others_bytes=4),
-        "apollo": OptimizerRow(settings=Apollo(), by_rank=True, lr_factor=10),
-        "apollo_mini": OptimizerRow(settings=Apollo(rank=1, scale=128.0), by_rank=True, lr_factor=10),
+        "apollo": OptimizerRow(settings=Apollo(), by_rank=True, lr_factor=3),
+        "apollo_mini": OptimizerRow(settings=Apollo(rank=1, scale=128.0), by_rank=True, lr_factor=2),
         "sgd": OptimizerRow(settings=Sgd(), matrix_bytes=4, others_bytes=4, splits_rows=True, lr_factor=1e4),
     }
 )
