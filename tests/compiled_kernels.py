@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from verl.nn.quant import quantise_weight
 from verl.wire import FP8_CAPABILITY
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -30,6 +31,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.float64: "*fp64",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.float8_e4m3fn: "*fp8e4nv",
@@ -74,6 +76,7 @@ def launch_all(dtype: torch.dtype, dim: int, capability: int) -> None:
         blocks,
         experts,
         layers,
+        nf4,
         products,
         prompts,
         rotary,
@@ -120,6 +123,11 @@ def launch_all(dtype: torch.dtype, dim: int, capability: int) -> None:
     products.float32_product(x, empty(ffn, 1024))
     skinny.skinny_product(x, empty(vocab, 1024), None, None)
     skinny.skinny_product(x, empty(1024, 1024), weight, x, parts=4)
+    if dtype != torch.float32:
+        codes = quantise_weight(torch.zeros(1024, 1024), "nf4")
+        nf4.nf4_product(x, codes, weight)
+        nf4.nf4_product(empty(600, 1024), codes)
+        nf4.nf4_back(empty(600, 1024), codes)
     if divmod(capability, 10) >= FP8_CAPABILITY:
         scales, of = empty(ffn // 128, 8, kind=torch.float32), empty(ffn, kind=torch.int32)
         for n, bias in ((rows, None), (600, empty(ffn))):

@@ -22,10 +22,11 @@ from verl.accel.operations import Kernel, Use
 from verl.accel.table import OPERATIONS
 from verl.accel.uniforms import plain_uniforms, uniforms
 from verl.nn.fp8 import dequantise, quantise
+from verl.nn.quant import quantise_weight
 from verl.rollout.embedded.sampler import sample, stream_of
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import attention, blocks, experts, layers, prompts, rotary, sampling, training, truncation
+from verl.accel.cuda import attention, blocks, experts, layers, nf4, prompts, rotary, sampling, training, truncation
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 CUT = plain.plain_truncate
@@ -326,6 +327,24 @@ def test_products_of_experts_in_blocks(dtype: torch.dtype) -> None:
     torch.testing.assert_close(exact, whole, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows,width,depth", [(3, 70, 64), (20, 33, 192), (2, 31, 66), (65, 65, 128)])
+@pytest.mark.parametrize("double", [True, False])
+def test_products_of_nf4(rows: int, width: int, depth: int, double: bool) -> None:
+    """Rows of whole blocks, and rows that end within one; scales in 8 bits and in float32."""
+    weight = quantise_weight(torch.randn(width, depth) * depth**-0.5, "nf4", double=double)
+    exact, bias = weight.dequantised(torch.float32).double(), torch.randn(width)
+    for dtype in DTYPES:
+        x, dy = torch.randn(rows, depth).to(dtype), torch.randn(rows, width).to(dtype)
+        rounded = exact.to(dtype).double()
+        close(
+            nf4.nf4_product(x, weight, bias.to(dtype)) / 4,
+            (x.double() @ rounded.T + bias.to(dtype).double()) / 4,
+            dtype,
+        )
+        close(nf4.nf4_back(dy, weight) / 4, dy.double() @ rounded / 4, dtype)
+    assert nf4.nf4_product(x[:0], weight).shape == (0, width)
+
+
 ROWS = [pytest.param(row, id=row.operation) for row in KERNELS if row.name == TRITON]
 
 
@@ -347,6 +366,8 @@ def large_inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if name == "block_linear":
         values, scales = quantise(torch.randn(500, 1000))
         return (torch.randn(2, 1000).half(), values, scales, (torch.arange(500) // 128).int()), {}
+    if name.startswith("quantised"):
+        return (torch.randn(2, 512).half(), quantise_weight(torch.randn(512, 512), "nf4")), {}
     if name == "gated":
         return (torch.randn(3, 4000).half(), "silu"), {}
     if name == "sample":

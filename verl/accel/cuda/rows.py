@@ -74,5 +74,9 @@ KERNELS = (
     # parts of few rows are written and read in float32
     Kernel("linear", TRITON, _skinny, _tolerance(2e-4, 4e-2), ("cuda",), traffic=1.25, launches=2),
     _row("block_linear", "blocks", "block_product", None, 4e-2, traffic=1.1, least=FP8_CAPABILITY),
+    # in float32 exact products of such tiles spill their registers: torch's products of tiles are used; each code is
+    # read by two lanes, and its level and its scale come from the first-level cache
+    _row("quantised_linear", "nf4", "nf4_product", None, 4e-2, traffic=12),
+    _row("quantised_back", "nf4", "nf4_back", None, 4e-2, traffic=12),
     _row("exact_linear", "products", "exact_products", 2e-4, 4e-2, traffic=1.1),
 )
