@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from cases import Case, differences, engine
+from cases import LORA, Case, differences, engine
 from forked import run
 from test_state import EXACT, LAYOUTS, ONE, steps, weights
 
@@ -42,10 +42,10 @@ def able(layout):
     return [name for name in OTHERS if layout is None or layout.tensor == 1 or OPTIMIZERS[name].splits_rows]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", (*RANKS, "three" + LORA))
 def test_updates_agree_for_every_number_of_ranks(ranks):
     """Among them three ranks that share no size equally, copies of shards, and stages of a pipeline."""
-    model, layout = "llama, biases", LAYOUTS[ranks]
+    model, layout = "llama, biases" + LORA * ranks.endswith(LORA), LAYOUTS[ranks.removesuffix(LORA)]
     case, names = Case(layout, model=model), able(layout)
     found = run(
         layout.world_size,
