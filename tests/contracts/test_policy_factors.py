@@ -215,6 +215,31 @@ def test_factors_that_do_not_act_as_they_were_trained_are_caught(kind, fault):
     run(test)
 
 
+def test_a_replica_that_failed_an_update_of_the_factors_is_given_up():
+    """Its answers would be of another policy. It does not only drop the factors, as for another LoRA set."""
+
+    class Replaceable(Changed):
+        replaceable, lost = True, ""
+
+        def lose(self, why: BaseException) -> None:
+            self.lost = str(why)
+
+    async def test():
+        world = FactorsWorld()
+        good = world.rollout()
+        bad = Replaceable(world.rollout(), lambda source: source)
+        await world.publish([good, bad], 0)
+        for _ in range(3):
+            await world.update()
+        bad.change = zeroed
+        report = await world.publish([good, bad], 1)
+        assert list(report.failed_replicas) == [1] and "log-probs of the canary differ" in bad.lost
+        for replica in (good, bad.inner):
+            await replica.close()
+
+    run(test)
+
+
 def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
     def able(rank: int, lora_policy: bool = True) -> Any:
         return SimpleNamespace(lora_policy=lora_policy, lora_rank=rank, in_flight_update=True, weights=AS_HELD)
