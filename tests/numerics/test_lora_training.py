@@ -4,6 +4,7 @@ import copy
 import importlib
 import itertools
 import json
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.config.tree import changed
 from verl.errors import Refused
-from verl.model_engine.base import EngineContext
+from verl.model_engine.base import EngineContext, OneRank
 from verl.model_engine.layout import Layout
 from verl.model_engine.lora import A, B, is_factor
 from verl.model_engine.lora_spec import LoraSpec, lora_faults
@@ -36,8 +37,10 @@ from verl.model_engine.sibling import build_sibling
 from verl.model_engine.torch_engine import build as build_engine
 from verl.objective import Term, TermValue
 from verl.parameter_set import ParameterSet
+from verl.transfer_queue.memory import MemoryQueue
+from verl.workers.role import RoleSpec, build_roles
 
-REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
+REFERENCES = Path(sys.prefix) / "references"
 SPEC = LoraSpec(rank=4, alpha=8.0)
 FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3", "gpt2", "qwen3_moe")
 
@@ -374,3 +377,16 @@ def test_a_sibling_computes_as_an_engine_with_a_base_of_its_own(tmp_path):
     changed = {n for n, p in params(policy).items() if not torch.equal(p, before[n])}
     assert changed == {n for n in before if is_factor(n)}
     assert policy.check_packing(share_prefix=True) < 1e-3 > critic.check_packing(share_prefix=True)
+
+
+def all_weights(options, context):
+    """A user's engine that does not read `context.lora`."""
+    return engine(make())
+
+
+def test_an_engine_that_would_train_all_weights_is_refused(tmp_path):
+    context = EngineContext(folder=tmp_path, lora=SPEC, optim=OptimSpec(lr=1e-2))
+    spec = RoleSpec(name="actor", queue=MemoryQueue(), engine=f"{__name__}:all_weights", options=None, context=context)
+    with pytest.raises(Refused, match="model.lora: .*all_weights trains all weights"):
+        build_roles(spec, ranks=[OneRank()])
+    assert len(build_roles(replace(spec, context=replace(context, lora=None)), ranks=[OneRank()])) == 1

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from verl.model_engine.optimizers import make_optimizer, role_of
 from verl.model_engine.update_rules import from_codes, to_codes
 from verl.nn.quant import code_values
 
-REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
+REFERENCES = Path(sys.prefix) / "references"
 STEPS = 20
 WIDE, HEADS = 64, 4
 CONFIG = type("Config", (), {"hidden_size": WIDE, "num_attention_heads": HEADS, "head_dim": WIDE // HEADS})()

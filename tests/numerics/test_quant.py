@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from verl.accel.cpu import nf4
 from verl.accel.cpu.kernels import load_kernels
 from verl.nn.quant import STATE, Int8, Nf4, code_values, quantise_weight, read_quantised
 
-REFERENCES = Path(__file__).parents[2] / ".venv" / "references"
+REFERENCES = Path(sys.prefix) / "references"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 

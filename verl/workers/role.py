@@ -16,6 +16,7 @@ from verl.batch import OBSERVED, Batch, Ragged, concat, make_microbatches, pack
 from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
 from verl.config.backends import import_object
+from verl.errors import Refused
 from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
@@ -82,6 +83,8 @@ def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
     """Build the workers of these ranks. Raise ValueError if the engine's forward pass does not agree with the model's
     own."""
     engine = import_object(spec.engine)(spec.options, spec.context)
+    if spec.context.lora is not None and engine.exported_set.whole:
+        raise Refused(f"model.lora: {spec.engine} trains all weights; use model.engine=torch, or leave model.lora out")
     with engine.awake():
         if spec.proven:
             engine.check_packing(share_prefix=spec.share_prefix and engine.capabilities.shares_prefix)
