@@ -74,3 +74,15 @@ def test_ppo_trains_critic_and_policy_on_one_base(tmp_path, tiny_model, arithmet
     policy = tensors_of(tmp_path / "r", 3)
     unlike = [n for n in policy if n.endswith("lora_B") and not torch.equal(policy[n], saved[n])]
     assert unlike, "each role has factors of its own"
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_ppo_on_a_quantised_base(tmp_path, tiny_model, arithmetic_data, kind):
+    more = ("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1", f"model.quantization={kind}")
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *LORA, *more)
+    found = metrics_of(tmp_path / "r")
+    for step in (1, 2, 3):
+        assert found[step]["critic/grad_norm"] > 0 and found[step]["actor/grad_norm"] > 0
+        assert found[step]["mismatch/max_abs_dlogp"] < 2e-5, "the rollout has the dequantised base"
+    assert found[1]["actor/kl_loss"] == 0 < found[3]["actor/kl_loss"]
+    assert found[2]["sync/bytes"] == adapter_bytes(tmp_path / "r" / "checkpoints" / "step_3" / "hf")

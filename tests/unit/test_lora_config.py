@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from verl.cli import main
 from verl.config.load import load_config
 from verl.config.model_files import describe_model
+from verl.config.validate import validate
 from verl.driver.identity import compare, identity_of
 from verl.model_engine.layout import Layout
 from verl.model_engine.memory import RankWork, memory
@@ -183,3 +184,30 @@ def test_another_rank_scale_target_or_adapter_is_another_run(folder, tmp_path):
     first = identity(f"model.lora.path={one}")
     assert compare(first, identity(f"model.lora.path={same}")) == ([], {}), "the place does not matter"
     assert compare(first, identity(f"model.lora.path={other}"))[0]
+
+
+@each(
+    "args, text",
+    [
+        (("model.quantization=nf4",), "model.quantization=nf4: only a base that LoRA does not change is quantised"),
+        ((RANK, "model.quantization=nf4", "rollout.dtype=fp8"), "the rollout would quantise it once more"),
+        ((RANK, "model.quantization=nf5"), "model.quantization=nf5"),
+        (
+            (RANK, "model.quantization=int8", "cluster.backend=ray", "cluster.ranks_per_node=2"),
+            "model.quantization=int8: codes are not divided among ranks",
+        ),
+    ],
+)
+def test_a_base_that_cannot_be_quantised_is_refused(folder, args, text):
+    with pytest.raises(ValueError, match=text):
+        validate(resolved_of(folder, *args).config)
+
+
+def test_the_plan_counts_a_quantised_base(folder):
+    """Embeddings (136 million values, tied) stay in float32, and 358 million values have 0.516 bytes, or 1.004."""
+    found = [
+        planned(folder, RANK, *more, model="qwen").memory.items["master weights"]
+        for more in ((), ("model.quantization=nf4",), ("model.quantization=int8",))
+    ]
+    assert found[0] - found[1] == pytest.approx(357_900_000 * (4 - 0.51587), rel=1e-3)
+    assert found[0] - found[2] == pytest.approx(357_900_000 * (4 - 1.0039), rel=1e-3)

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.config.adapter import read_factors
+from verl.config.cluster import TRAINS
 from verl.config.model_files import TensorHeader, describe_model, find_model_folder, read_weight_headers
 from verl.config.schema import Config
 from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
+from verl.wire import FP8
 
 _ROUTERS = (".gate", ".router")
 """The ends of the names of routers of experts, which are no linear layers in memory."""
@@ -64,6 +66,17 @@ def idle_lora(config: Config) -> Iterator[str]:
     if spec is not None and spec.path is None:
         for entry in idle_excludes(spec, _linears(find_model_folder(config.model.path))):
             yield f"model.lora.exclude={entry}: no linear layer of {config.model.path} has this name; it does nothing"
+
+
+def quantisation_faults(config: Config, command: str) -> Iterator[str]:
+    """Yield the reasons why the frozen base cannot be quantised."""
+    kind, given = config.model.quantization, f"model.quantization={config.model.quantization}"
+    if kind == "none":
+        return
+    if command not in TRAINS or trained_by(config.model.lora) is None:
+        yield f"{given}: only a base that LoRA does not change is quantised; set model.lora.rank=32, or leave it out"
+    if config.rollout.dtype == FP8:
+        yield f"{given} with rollout.dtype=fp8: the rollout would quantise it once more; use rollout.dtype=bfloat16"
 
 
 def unused_lora(config: Config, command: str) -> Iterator[str]:

@@ -87,6 +87,8 @@ class ModelConfig:
     attention; full: all; auto: the first of none, selective and full that fits the memory, by the plan. true is full,
     and false is none."""
     lora: dict[str, Any] = field(default_factory=dict)  # Of model_engine/lora_spec.py: rank, alpha, targets, path.
+    quantization: Annotated[str, one_of("none|nf4|int8")] = "none"
+    """The frozen base of LoRA in 4 or 8 bits, as bitsandbytes has it."""
     engine: str = adjustable("torch")
     engine_options: dict[str, Any] = adjustable(factory=dict)  # Of model_engine/options.py: attention, ...
 

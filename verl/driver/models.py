@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import cast
 
 from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm
@@ -28,6 +29,7 @@ from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, Teacher
 from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.optim import OptimSpec, without_rates
 from verl.nn.heads import Head
+from verl.nn.quant import Kind
 from verl.planner.sizes import warmup_steps
 from verl.rollout.base import Peers
 from verl.transfer_queue.base import TransferQueue
@@ -313,6 +315,8 @@ def role_spec(
     """Return the specification of a model's workers. Without `optim` the model is frozen; without `path` it is
     model.path."""
     config = context.config
+    lora = trained_by(config.model.lora, config.run.seed) if optim is not None else None
+    kind = config.model.quantization
     return RoleSpec(
         name=name,
         queue=context.queue,
@@ -332,6 +336,7 @@ def role_spec(
             dump_dir=context.crash_dir if optim is not None else None,
             layout=context.cluster.layout,
             longest=context.longest or longest_sequence(config),
-            lora=trained_by(config.model.lora, config.run.seed) if optim is not None else None,
+            lora=lora,
+            quantisation=cast(Kind, kind) if lora is not None and kind != "none" else None,
         ),
     )

@@ -17,6 +17,7 @@ from verl.model_engine.layout import Layout
 from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
+from verl.nn.quant import Kind
 from verl.objective import Term
 from verl.parameter_set import ParameterSet
 from verl.types import Metrics
@@ -145,6 +146,8 @@ class EngineContext:
     """The longest row of the run in tokens, which fixes RoPE (nn/rope.py); None: the model's maximum."""
     lora: LoraSpec | None = None
     """LoRA factors are trained, and the weights of the folder are frozen; None: all weights are trained."""
+    quantisation: Kind | None = None
+    """The format of the frozen weights in decoder layers, as bitsandbytes has it; None: float32."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,9 @@ def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str
         return
     if options_of(config, "model").compile:
         yield f"{COMPILE} with model.engine=sharded: one process alone compiles; leave it out, or use one rank"
+    if config.model.quantization != "none":
+        fix = "use one rank (model.engine=torch), or leave model.quantization out"
+        yield f"model.quantization={config.model.quantization}: codes are not divided among ranks; {fix}"
     layout = layout_of(config)
     if layout.world_size == 1:
         yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"

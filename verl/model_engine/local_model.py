@@ -22,6 +22,7 @@ from verl.model_engine.optim import grad_norm
 from verl.model_engine.settings import EngineSettings
 from verl.nn.heads import ValueHead
 from verl.nn.linear_logprob import Vocabulary
+from verl.nn.quant_linear import quantised_layers
 from verl.nn.recompute import checkpoint_layers
 from verl.nn.rope import fix_rope
 
@@ -103,6 +104,13 @@ class LocalModel:
         modules = nn.ModuleList(module for module in (self.model, self.value_head) if module is not None)
         return [self.local(p.detach()) for p in modules.parameters()]
 
+    def masters(self) -> dict[str, Tensor]:
+        """Return this process's parts of all parameters by name, and the codes of those that are quantised."""
+        found = {name: self.local(p.detach()) for name, p in self.trained().named_parameters()}
+        return found | {
+            f"{name}.codes": layer.quantised.codes for name, layer in quantised_layers(self.trained()).items()
+        }
+
     def local(self, t: Tensor) -> Tensor:
         """Return this rank's part of a tensor, in its own storage."""
         return t
@@ -121,6 +129,7 @@ class LocalModel:
     def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
         saved = self.model.state_dict()
         yield from ((name, p) for name, p in self.model.named_parameters() if not is_factor(name))
+        yield from ((f"{name}.weight", layer.weight) for name, layer in quantised_layers(self.model).items())
         yield from ((name, b) for name, b in self.model.named_buffers() if name in saved)
 
     def weight_parts(self) -> Iterator[WeightPart]:

@@ -14,6 +14,10 @@ from verl.model_engine.layout import Layout, layers_of_stages
 from verl.model_engine.optimizer_table import optimizer_bytes
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
+MATRIX_BYTES: Mapping[str, float] = MappingProxyType(
+    {"none": 4.0, "nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1 + 4 / 1024}
+)
+"""Bytes of a value of a frozen matrix, with its scales. int8: for rows of 1024 values."""
 LOGPROB_COPIES = 4
 """Arrays of the size of a chunk of logits that its backward pass has at once: logits, probabilities, gradient,
 product."""
@@ -46,6 +50,8 @@ class RankWork:
     """The values in the factors of LoRA, which alone are trained; None: all weights are trained."""
     factors_rank: int = 0
     """The rank of those factors."""
+    quantisation: str = "none"
+    """The format of the frozen matrices in layers: none (float32), nf4 or int8."""
     publishes: bool = False
     """The weights are published: they are gathered one by one."""
 
@@ -96,7 +102,8 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         waits += layout.context * keys * DTYPE_BYTES[work.dtype] * (work.checkpointing == "none")
     whole = DTYPE_BYTES["bfloat16" if copies else "float32"]  # bytes of a gathered weight
     items = {
-        "weights": (4 + 2 * copies * (not share.gathers)) * share.weights,
+        "weights": (4 + 2 * copies * (not share.gathers)) * (share.weights - share.quantised)
+        + int(MATRIX_BYTES[work.quantisation] * share.quantised),
         "compute copy of shards": 2 * copies * share.gathers * share.weights,  # in passes only
         "gathered embeddings": whole * share.outside // 4,
         # one layer beside the buffer of this or the next gathering: FSDP copies what only this rank has
@@ -138,6 +145,7 @@ class _Share:
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
         outside = root // (layout.shard * tensor)
         self.trained, self.states = self.weights, _states_bytes(work, self.weights - outside, outside, model.hidden)
+        self.quantised = (self.layer - sparse) * self.layers * (work.quantisation != "none")  # on one rank alone
         self.factors = (work.factors or 0) * self.layers // model.layers
         if work.factors is not None:
             self.trained = -(-self.factors // (layout.shard * tensor))

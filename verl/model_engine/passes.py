@@ -30,6 +30,7 @@ from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
 from verl.nn.fused import fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.precision import computing_in, rounded, rounded_weight
+from verl.nn.quant_linear import computing_with
 from verl.objective import Term
 
 VALUE_OUTPUTS = ("values", "scores")
@@ -123,11 +124,18 @@ class Passes:
         model.eval()
         model.set_attn_implementation(self.models_attention)
         unfuse(model)
+        masters = {name: master for name, _, master in kept}
+
+        def computed(name: str, weight: Tensor) -> Tensor:
+            if merged and self.local.lora is not None:
+                weight = self.local.lora.merged(name, weight, masters.__getitem__)
+            return as_computed(name, weight, dtype, fp8=fp8)
+
         try:
-            with self.local.factors_merged() if merged else nullcontext(), rounded:
-                for name, p, master in kept:  # the factors of a layer are after its weight
-                    weight = self.local.with_factors(name, master) if merged else master
-                    p.data = as_computed(name, weight, dtype, fp8=fp8)
+            given = computing_with(model, computed)
+            with self.local.factors_merged() if merged else nullcontext(), rounded, given:
+                for name, p, master in kept:
+                    p.data = computed(name, master)
                     if fp8_inputs and in_blocks(name, p.shape):
                         rounded.add(p)
                 return [self._alone(model, ids) for ids in probes]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from verl.errors import Refused
+from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_parts import Skeleton, open_skeleton
 from verl.nn.quant import Int8, Kind, quantise_weight
 from verl.nn.quant_linear import QuantLinear, quantised_names, replace_linear
@@ -31,6 +32,13 @@ def load_quantised(
         _replace(found, name, kind, path)
     _fill_rest(found)
     return found.model.eval()
+
+
+def load_base(context: EngineContext, kind: Kind) -> Any:
+    """Return the quantised base of an engine that trains LoRA factors."""
+    c = context
+    trusted, head = c.trust_remote_code, c.head == "lm"
+    return load_quantised(c.folder, kind, trust_remote_code=trusted, needs_lm_head=head)
 
 
 def _replace(found: Skeleton, name: str, kind: Kind, path: Path) -> None:

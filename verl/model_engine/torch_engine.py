@@ -29,6 +29,7 @@ from verl.model_engine.optim import averaged
 from verl.model_engine.options import Options
 from verl.model_engine.passes import Passes
 from verl.model_engine.proof import prove
+from verl.model_engine.quantised_parts import load_base
 from verl.model_engine.settings import DEFAULTS, DTYPES, EngineSettings
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
@@ -135,7 +136,7 @@ class TorchEngine:
     @property
     def masters(self) -> Mapping[str, Tensor]:
         assert not self.offload.is_away("weights"), "read inside `awake`"
-        return {name: self.local.local(p.detach()) for name, p in self.local.trained().named_parameters()}
+        return self.local.masters()
 
     # -- Persists ------------------------------------------------------------------------------------------------------
 
@@ -175,7 +176,7 @@ def build(
             "verl rm"
         )
     if model is None:
-        model = load_model(c)
+        model = load_model(c) if c.quantisation is None else load_base(c, c.quantisation)
     settings = EngineSettings(
         head=c.head,
         optim=c.optim and replace(c.optim, max_skipped_updates=options.max_skipped_updates),

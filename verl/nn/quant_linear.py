@@ -3,12 +3,15 @@ the dequantised weight a few rows at a time. The weight itself has no gradient."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from verl.accel.operations import Call, Use
 from verl.accel.table import choose
@@ -124,6 +127,29 @@ class QuantLinear(nn.Linear):
     def extra_repr(self) -> str:
         kind = "int8" if self.codes.dtype == torch.int8 else "nf4"
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
+
+
+def quantised_layers(model: nn.Module) -> dict[str, QuantLinear]:
+    """Return the quantised layers of a model by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+
+
+@contextmanager
+def computing_with(model: nn.Module, made: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Inside the context the quantised layers of a model multiply with other weights, each of which exists during its
+    product only. made: makes a weight from its name and the dequantised weight"""
+    layers = quantised_layers(model)
+    for name, layer in layers.items():
+        layer.forward = partial(_forward_with, layer, partial(made, f"{name}.weight"))  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.__dict__.pop("forward", None)
+
+
+def _forward_with(layer: QuantLinear, made: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return linear(x, made(layer.weight), layer.bias)
 
 
 def quantise_linears(model: nn.Module, kind: Kind, skip: Collection[str] = ()) -> list[str]:

@@ -108,6 +108,7 @@ def role_items(
         optimizer_options=config.optim.options,
         factors=factors.parameters if factors else None,
         factors_rank=factors.rank if factors else 0,
+        quantisation=config.model.quantization if factors else "none",
         publishes=role == "actor",
     )
     items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))
