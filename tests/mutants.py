@@ -80,6 +80,7 @@ CANARY = "tests/contracts/test_canary.py"
 SETS, NATIVE_SETS = "tests/contracts/test_weight_sync_contract.py", "tests/numerics/test_native_sets.py"
 LORA, LORA_KEYS = "tests/unit/test_lora_config.py", "tests/unit/test_compat_lora.py"
 LORA_TRAINING, LORA_EXPORT = "tests/numerics/test_lora_training.py", "tests/e2e/test_lora_export.py"
+QUANTISED = "tests/numerics/test_quantised_training.py"
 LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
 MEDIA = "tests/unit/test_media.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
@@ -865,6 +866,24 @@ MUTANTS = (
     Mutant("rollout/embedded/core.py", 'self.identity = ""  # the next publish needs the base too', "pass", FACTORS),
     Mutant("driver/publisher.py", "if all(one.base for one in", "if any(one.base for one in", FACTORS),
     Mutant("weight_sync/local.py", "if parameters.id != POLICY_SET.id:", "if not parameters.whole:", FACTORS),
+    Mutant(
+        "model_engine/passes.py",
+        "merged(name, weight, masters.__getitem__)",
+        "merged(name, weight, self.local.whole_factor)",
+        QUANTISED,
+    ),
+    Mutant(
+        "model_engine/local_model.py",
+        'f"{name}.codes": layer.quantised.codes for',
+        'f"{name}.codes": layer.quantised.codes[:0] for',
+        QUANTISED,
+    ),
+    Mutant(
+        "nn/quant_linear.py",
+        "linear(x, made(layer.weight), layer.bias)",
+        "linear(x, layer.weight, layer.bias)",
+        QUANTISED,
+    ),
     Mutant("config/lora_layers.py", "header.shape) == 2 and", "header.shape) >= 1 and", LORA),
     Mutant("config/lora_layers.py", "self.rank * sum(", "sum(", LORA),
     Mutant("driver/identity.py", "_model(spec.path)}", "spec.path}", LORA),

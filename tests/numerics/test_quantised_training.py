@@ -94,7 +94,7 @@ def test_it_publishes_dequantised_weights(folder, tmp_path, kind):
             assert abs(own - theirs).max() < 1e-5, (dtype, merged)
     assert abs(ours.own_logprobs(probes, "float32", merged=False)[0] - own).max() > 1e-5, "bfloat16 rounds"
     names = {name for name in ours.masters if name.endswith(".codes")}
-    assert len(names) == 14, "the identity of the base is also of its codes"
+    assert len(names) == 14 and all(ours.masters[n].numel() for n in names), "the base is also known by its codes"
 
 
 def test_a_state_is_factors_alone_and_roles_share_the_codes(folder, tmp_path):

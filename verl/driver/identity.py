@@ -6,6 +6,7 @@ files, wherever they are."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -21,7 +22,7 @@ from verl.algorithms.presets import preference, settled
 from verl.algorithms.sections import POLICY, is_url
 from verl.algorithms.specs import short
 from verl.config.adapter import base_of
-from verl.config.backends import TABLES
+from verl.config.backends import TABLES, import_object
 from verl.config.load import CODE_KEYS, Resolved
 from verl.config.model_files import find_model_folder
 from verl.config.moved import MOVED, SWITCHES, moved_values
@@ -185,7 +186,7 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
     for key in dict.fromkeys([*was.values, *now.values]):
         old = was.values.get(key, now.defaults.get(key, _default(key)))
         new = now.values.get(key, was.defaults.get(key, _default(key)))
-        if _read(old) == _read(new):  # 2 and 2.0 are one value
+        if _complete(key, old, was) == _complete(key, new, now):  # 2 and 2.0 are one value
             new = old
         if key in CONTENT:
             if _users_code(key, old, was.contents.get(key)) != _users_code(key, new, now.contents.get(key)):
@@ -198,6 +199,15 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
         elif old != new:
             changed[key] = [old, new]
     return others, changed
+
+
+def _complete(key: str, text: str, of: Identity) -> object:
+    """Return the value of a key; `engine_options` with the defaults of options that did not exist at the time."""
+    value, (section, _, name) = _read(text), key.partition(".")
+    row = TABLES[section].get(str(_read(of.values.get(f"{section}.engine", "")))) if name == "engine_options" else None
+    if row is None or not isinstance(value, dict):
+        return value
+    return {one.name: one.default for one in dataclasses.fields(import_object(row.options))} | value
 
 
 def _moved(was: Identity) -> Identity:
