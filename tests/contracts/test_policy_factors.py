@@ -29,12 +29,14 @@ from test_weight_sync_contract import (  # noqa: F401 - fixtures of the same wor
 )
 
 from verl.driver.publisher import Publisher
+from verl.errors import Refused
 from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout.base import GenerateRequest, Sampling
 from verl.weight_sync.base import SyncError
 from verl.weight_sync.local import LocalOutlet
-from verl.wire import AS_HELD
+from verl.weight_sync.sender import WeightSender
+from verl.wire import AS_HELD, FP8
 
 KINDS = list(ROLLOUTS)
 WHOLE = [name for name in BACKENDS if name in QUICK and "buckets" not in name] + ["tcp"]
@@ -215,6 +217,25 @@ def test_factors_that_do_not_act_as_they_were_trained_are_caught(kind, fault):
     run(test)
 
 
+def test_a_base_in_blocks_of_8_bits_and_factors_that_are_not():
+    async def test():
+        world = FactorsWorld(tolerance=None)
+        world.group._workers[0].publishing.sender = WeightSender(world.outlet, dtype=FP8)
+        replica = world.rollout("native", dtype=torch.float32, fp8=True)
+        world.actor.wire_format = (await replica.capabilities()).weights
+        whole = await world.publish([replica], 0)
+        for version in (1, 2):
+            await world.update()
+            report = await world.publish([replica], version)
+            assert report.num_bytes == bytes_of(world, factors=True) < whole.num_bytes / 2
+        own = [torch.from_numpy(x) for x in world.engine.own_logprobs(PROBES, FP8, False)]
+        for mine, theirs in zip(await scores(replica), own, strict=True):
+            assert abs(mine - theirs.numpy()).max() < 0.05, "the pass in bfloat16 of the same blocks"
+        await replica.close()
+
+    run(test)
+
+
 def test_a_replica_that_failed_an_update_of_the_factors_is_given_up():
     """Its answers would be of another policy. It does not only drop the factors, as for another LoRA set."""
 
@@ -260,3 +281,10 @@ def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
     assert delivery(8, ["w", "w"], able(64), able(4)) == "merged"
     assert delivery(8, ["w"], able(64, lora_policy=False)) == "merged"
     assert delivery(8, ["w"], able(64), outlet=bucket_outlet) == "merged", "buckets are of full sets"
+
+
+def test_no_other_set_is_published_beside_factors_of_the_policy(tmp_path):
+    given: dict[str, Any] = dict.fromkeys(("waits", "note", "published", "lora", "trainer", "engine"))
+    made = Publisher(**given, replicas=[], timeout_s=1.0, exclusive=True, partial_rollout=False, trained_rank=8)
+    with pytest.raises(Refused, match="LoRA set 'style': the policy of this run is a LoRA set itself"):
+        asyncio.run(made.publish_adapter("style", tmp_path))

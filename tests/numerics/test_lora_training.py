@@ -42,7 +42,19 @@ from verl.workers.role import RoleSpec, build_roles
 
 REFERENCES = Path(sys.prefix) / "references"
 SPEC = LoraSpec(rank=4, alpha=8.0)
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3", "gpt2", "qwen3_moe")
+FAMILIES = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma2",
+    "gemma3_text",
+    "mistral",
+    "olmo2",
+    "phi3",
+    "gpt2",
+    "qwen3_moe",
+    "qwen2_moe",
+)
 
 
 @pytest.fixture
@@ -102,7 +114,7 @@ def padded(rows):
 def test_outputs_and_gradients_are_those_of_peft(peft, family):
     """Packed with shared prompts, packed alone and padded. In float64, but for the norms of transformers and for fused
     experts."""
-    model, dtype = build(family), "float32" if family == "qwen3_moe" else "float64"
+    model, dtype = build(family), "float32" if family.endswith("_moe") else "float64"
     rows = samples()
     for mode, share in (("auto", True), ("auto", False), ("padded", False)):
         ours = trained(model, attention_mode=mode, dtype=dtype)

@@ -14,7 +14,7 @@ from verl.cli import main
 from verl.config.load import load_config
 from verl.config.model_files import describe_model
 from verl.config.validate import validate
-from verl.driver.identity import compare, identity_of
+from verl.driver.identity import compare, identity_of, start_beside_folder
 from verl.model_engine.layout import Layout
 from verl.model_engine.memory import RankWork, memory
 from verl.planner.plan import make_plan
@@ -109,17 +109,7 @@ def test_an_adapter_that_training_starts_from_has_its_own_size(folder, tmp_path)
     assert plan.factors.parameters == 2 * 4 * 128 and plan.factors.rank == 4
 
 
-@each(
-    "args, low",
-    [
-        ((RANK,), True),
-        ((RANK, "optim.lr=9e-6"), True),
-        ((RANK, "optim.lr=1e-5"), False),
-        ((RANK, "optim.lr=1e-5", "optim.name=apollo"), True),
-        ((RANK, "optim.lr=1e-4", "optim.name=apollo"), False),
-        ((), False),
-    ],
-)
+@each("args, low", [((RANK,), True), ((RANK, "optim.lr=9e-6"), True), ((RANK, "optim.lr=1e-5"), False), ((), False)])
 def test_a_learning_rate_of_full_training_is_a_warning(folder, args, low):
     found = [line for line in planned(folder, *args).warnings if "is low for LoRA" in line]
     assert len(found) == low
@@ -201,6 +191,35 @@ def test_another_rank_scale_target_or_adapter_is_another_run(folder, tmp_path):
 def test_a_base_that_cannot_be_quantised_is_refused(folder, args, text):
     with pytest.raises(ValueError, match=text):
         validate(resolved_of(folder, *args).config)
+
+
+@pytest.mark.parametrize("name", ["muon", "apollo", "apollo_mini"])
+def test_an_optimizer_of_matrices_does_not_train_factors(folder, name):
+    with pytest.raises(ValueError, match=f"optim.name={name} with model.lora: AdamW would update the factors"):
+        validate(resolved_of(folder, RANK, f"optim.name={name}").config)
+
+
+def test_an_adapter_of_the_policy_is_not_added_to_another_critic(folder, tmp_path):
+    given = (f"model.lora.path={adapter(tmp_path / 'a')}", f"critic.path={folder}/qwen", "algorithm.name=ppo")
+    with pytest.raises(ValueError, match="with model.lora.path: the adapter is of model.path"):
+        validate(resolved_of(folder, *given).config)
+
+
+def test_an_adapter_of_other_weights_is_a_warning(folder, tmp_path):
+    write_model(tmp_path / "other")
+    path = adapter(tmp_path / "a", base_model_name_or_path=str(tmp_path / "other"))
+    (line,) = [w for w in planned(folder, f"model.lora.path={path}", "optim.lr=1e-4").warnings if "trained on" in w]
+    assert f"it was trained on {tmp_path / 'other'}" in line
+    own = adapter(tmp_path / "b", base_model_name_or_path=str(folder / "tiny"))
+    assert not [w for w in planned(folder, f"model.lora.path={own}").warnings if "trained on" in w]
+
+
+def test_what_the_start_weights_are_made_of_is_known(folder, tmp_path):
+    """The log-probs of a reference are kept by it, since the folder of the model is not all."""
+    one, two = adapter(tmp_path / "a"), adapter(tmp_path / "b", value=2.0)
+    given = ((), (f"model.lora.path={one}",), (f"model.lora.path={two}",), (RANK, "model.quantization=nf4"), (RANK,))
+    found = [start_beside_folder(resolved_of(folder, *args).config) for args in given]
+    assert found[0] == found[4] == "" and len({*found}) == 4
 
 
 def test_the_plan_counts_a_quantised_base(folder):

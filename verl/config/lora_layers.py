@@ -7,15 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.config.adapter import read_factors
+from verl.config.adapter import base_of, read_factors
 from verl.config.cluster import TRAINS
 from verl.config.model_files import TensorHeader, describe_model, find_model_folder, read_weight_headers
 from verl.config.schema import Config
 from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
+from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.wire import FP8
 
-_ROUTERS = (".gate", ".router")
-"""The ends of the names of routers of experts, which are no linear layers in memory."""
+_ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""The ends of the names of routers of experts, which are not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +69,36 @@ def idle_lora(config: Config) -> Iterator[str]:
             yield f"model.lora.exclude={entry}: no linear layer of {config.model.path} has this name; it does nothing"
 
 
-def quantisation_faults(config: Config, command: str) -> Iterator[str]:
-    """Yield the reasons why the frozen base cannot be quantised."""
+def frozen_base_faults(config: Config, command: str) -> Iterator[str]:
+    """Yield the contradictions between LoRA, or a quantised base, and other keys."""
+    spec, name = trained_by(config.model.lora), config.optim.name
+    if spec is not None and OPTIMIZERS[name].matrices_alone:
+        able = ", ".join(other for other, row in OPTIMIZERS.items() if not row.matrices_alone)
+        yield f"optim.name={name} with model.lora: AdamW would update the factors, not {name}; use {able}"
+    if spec is not None and spec.path is not None and config.critic.path not in (None, config.model.path):
+        why = "the adapter is of model.path, and the critic would start from its own model with it added"
+        yield f"critic.path={config.critic.path} with model.lora.path: {why}; leave one of them out"
     kind, given = config.model.quantization, f"model.quantization={config.model.quantization}"
     if kind == "none":
         return
-    if command not in TRAINS or trained_by(config.model.lora) is None:
+    if command not in TRAINS or spec is None:
         yield f"{given}: only a base that LoRA does not change is quantised; set model.lora.rank=32, or leave it out"
     if config.rollout.dtype == FP8:
         yield f"{given} with rollout.dtype=fp8: the rollout would quantise it once more; use rollout.dtype=bfloat16"
+
+
+def base_warnings(config: Config) -> Iterator[str]:
+    """Yield the warnings about the frozen base of LoRA: parts that stay float32, and an adapter of other weights."""
+    spec, folder = trained_by(config.model.lora), find_model_folder(config.model.path)
+    facts = describe_model(config.model.path)
+    if config.model.quantization != "none" and facts.expert_parameters:
+        share = facts.expert_parameters / facts.parameters
+        yield f"model.quantization={config.model.quantization}: experts, {share:.0%} of the weights, stay float32"
+    if spec is not None and spec.path is not None:
+        named = base_of(str(Path(spec.path).expanduser()), "")
+        if named and Path(named).is_dir() and not Path(named).samefile(folder):
+            why = f"it was trained on {named}, and is added to {config.model.path}"
+            yield f"model.lora.path={spec.path}: {why}: another model, unless both have the same weights"
 
 
 def unused_lora(config: Config, command: str) -> Iterator[str]:

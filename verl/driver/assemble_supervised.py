@@ -21,6 +21,7 @@ from verl.data.preference import load_pairs
 from verl.data.source import Cursor, load_conversations
 from verl.driver.assemble import context_of, learner_of, reporter_of, total_steps_of, trained_roles
 from verl.driver.checkpointer import Checkpointer
+from verl.driver.identity import start_beside_folder
 from verl.driver.models import hf_export, trained, workers_of
 from verl.driver.reporter import OnStep
 from verl.driver.roles import Learner
@@ -112,6 +113,7 @@ async def _run_of(
                 cache_dir=config.data.cache_dir,
                 note=progress.message,
                 drivers=drivers,
+                start=start_beside_folder(config),
             )
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, on_step=on_step)
     needed_bytes = checkpoint_bytes(config, command)

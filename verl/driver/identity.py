@@ -102,6 +102,14 @@ def _lora(config: Config) -> str | None:
     return json.dumps(own | {"path": _model(spec.path)}, sort_keys=True)
 
 
+def start_beside_folder(config: Config) -> str:
+    """Return what the weights that training starts from are made of beside the folder's: an adapter, and the format of
+    the base. "" if there is neither."""
+    adapter = _model(config.model.lora.get("path"))
+    kind = config.model.quantization
+    return "" if adapter is None and kind == "none" else f" {adapter} {kind}"
+
+
 CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
     {
         "model.path": lambda c: _model(c.model.path),

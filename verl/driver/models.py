@@ -167,9 +167,9 @@ def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     if "ref" in roles_of_policy(context.config):
         assert context.actor is not None, "the policy is started first"
         return context.actor.with_view(View(start=True))
-    adapter = context.config.model.lora.get("path")
-    spec = role_spec(context, "ref")
-    return workers_of(context, replace(spec, context=replace(spec.context, adapter=Path(adapter) if adapter else None)))
+    path, spec = context.config.model.lora.get("path"), role_spec(context, "ref")
+    adapter = Path(path).expanduser() if path else None
+    return workers_of(context, replace(spec, context=replace(spec.context, adapter=adapter)))
 
 
 def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:

@@ -116,10 +116,12 @@ async def reference_logprobs(
     cache_dir: str | None,
     note: Callable[[str], None],
     drivers: Drivers | None = None,
+    start: str = "",
 ) -> Reference:
     """Compute the log-probs of the start weights once and keep them on disk, by the content of rows and weights; no
-    reference model is needed later. drivers: the drivers that compute them together if one of them has no copy."""
-    path = cache_path(cache_dir, f"reference_{_key(stage, model_dir, dtype)}")
+    reference model is needed later. start: what the start weights are made of, beside those of the folder · drivers:
+    the drivers that compute them together if one of them has no copy."""
+    path = cache_path(cache_dir, f"reference_{_key(stage, model_dir, dtype, start)}")
     found = load_cached(path)
     everywhere = drivers.gather(found is not None).result() if drivers else ()
     if found is not None and all(everywhere):
@@ -140,8 +142,8 @@ async def reference_logprobs(
     return Reference(arrays["values"], arrays["starts"], per_row)
 
 
-def _key(stage: PreferenceStage, model_dir: Path, dtype: str) -> str:
-    digest = hashlib.blake2b(f"{stage.table.key} {stage.paired} {dtype}".encode(), digest_size=16)
+def _key(stage: PreferenceStage, model_dir: Path, dtype: str, start: str) -> str:
+    digest = hashlib.blake2b(f"{stage.table.key} {stage.paired} {dtype}{start}".encode(), digest_size=16)
     for file in sorted([*model_dir.glob("*.safetensors"), *model_dir.glob("*.bin"), model_dir / "config.json"]):
         with open(file, "rb") as stream:
             digest.update(file.name.encode() + hashlib.file_digest(stream, "blake2b").digest())

@@ -24,6 +24,7 @@ from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.lora_spec import LoraSpec, check_rank, target_modules
 from verl.nn.lora import layer_size
+from verl.nn.quant_linear import ROUTERS
 from verl.parameter_set import POLICY_SET, ParameterSet
 
 A, B = "lora_A", "lora_B"
@@ -170,7 +171,7 @@ def _linears(model: Any) -> tuple[list[str], list[str]]:
         if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     ]
     inner = [name for name in every if name.startswith(prefix) and any(part.isdigit() for part in name.split("."))]
-    return every, inner
+    return every, [name for name in inner if name.rpartition(".")[2] not in ROUTERS]
 
 
 def _drawn(shape: torch.Size, seed: int, module: str) -> Tensor:

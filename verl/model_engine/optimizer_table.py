@@ -69,6 +69,8 @@ class OptimizerRow:
     """It works where the ranks of tensor parallelism have parts of a row (parallel.tensor above 1)."""
     lr_factor: float = 1.0
     """Its usual learning rate as a multiple of AdamW's."""
+    matrices_alone: bool = False
+    """It updates the matrices of layers; AdamW updates all other parameters, factors of LoRA too."""
     by_rank: bool = False
     """The bytes of its states per value are `matrix_bytes` times the rank over the shorter side of the matrix."""
 
@@ -77,10 +79,12 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
     {
         "adamw": OptimizerRow(splits_rows=True),
         "adamw_8bit": OptimizerRow(matrix_bytes=2 + 8 / BLOCK, others_bytes=2 + 8 / BLOCK),
-        "muon": OptimizerRow(settings=Muon(), matrix_bytes=4),
+        "muon": OptimizerRow(settings=Muon(), matrix_bytes=4, matrices_alone=True),
         "adam_mini": OptimizerRow(matrix_bytes=4, others_bytes=4),
-        "apollo": OptimizerRow(settings=Apollo(), by_rank=True, lr_factor=3),
-        "apollo_mini": OptimizerRow(settings=Apollo(rank=1, scale=128.0), by_rank=True, lr_factor=2),
+        "apollo": OptimizerRow(settings=Apollo(), by_rank=True, matrices_alone=True, lr_factor=3),
+        "apollo_mini": OptimizerRow(
+            settings=Apollo(rank=1, scale=128.0), by_rank=True, matrices_alone=True, lr_factor=2
+        ),
         "sgd": OptimizerRow(settings=Sgd(), matrix_bytes=4, others_bytes=4, splits_rows=True, lr_factor=1e4),
     }
 )

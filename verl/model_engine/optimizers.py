@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.optimizer_table import LR, settings_of
+from verl.model_engine.optimizer_table import LR, OPTIMIZERS, settings_of
 from verl.model_engine.update_rules import Adam8bitRule, AdamMiniRule, ApolloRule, ByRule, MuonRule, Rule
 
 Groups = Sequence[dict[str, Any]]
@@ -100,7 +100,7 @@ def _common(spec: OptimSpec) -> dict[str, Any]:
 
 def _kind(name: str, role: str, p: Tensor) -> str:
     """Return the update of a parameter: what an optimizer of matrices does not do is done by AdamW."""
-    if name in ("muon", "apollo", "apollo_mini") and (role != "matrix" or p.ndim != 2):
+    if OPTIMIZERS[name].matrices_alone and (role != "matrix" or p.ndim != 2):
         return "adamw"
     return name
 

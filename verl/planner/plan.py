@@ -17,7 +17,7 @@ from verl.algorithms.presets import settled
 from verl.chat import parsing
 from verl.config.adapter import teacher_models
 from verl.config.devices import on_cuda
-from verl.config.lora_layers import TrainedFactors, idle_lora, trained_factors
+from verl.config.lora_layers import TrainedFactors, base_warnings, idle_lora, trained_factors
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
 from verl.config.schema import Config, OptimConfig
@@ -143,6 +143,7 @@ def trained_warnings(config: Config) -> Iterator[str]:
     """Yield the warnings about what is trained: a learning rate that is usual for another optimizer or for training of
     all weights, and settings of LoRA that do nothing."""
     yield from idle_lora(config)
+    yield from base_warnings(config)
     factor, lr = OPTIMIZERS[config.optim.name].lr_factor, config.optim.lr
     if trained_by(config.model.lora) is not None and lr < LR_FACTOR * factor * OptimConfig().lr:
         usual = f"factors want about {LR_FACTOR:g} times the rate of training all weights"

@@ -18,6 +18,9 @@ from verl.rollout.wrapper import FOLLOWED, EngineWrapper
 
 JUDGED_S = 3600.0  # for the verification of new weights; a publish has its own deadline
 
+NO_MORE = "no more weights"
+"""The base of a replica that gets no weights any more."""
+
 
 class Replica(EngineWrapper):
     """A `RolloutEngine` with a replaceable engine.
@@ -53,7 +56,9 @@ class Replica(EngineWrapper):
 
     @property
     def base(self) -> str:
-        return self.engine.base if self.supervisor.serves else ""
+        if self.supervisor.serves:
+            return self.engine.base
+        return NO_MORE if self.supervisor.over else ""
 
     @property
     def ready(self) -> bool:

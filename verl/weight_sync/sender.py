@@ -103,7 +103,8 @@ class WeightSender:
         if self._announced not in (None, form):
             fix = "leave sync.engine_options.bucket_mb out, or set one rollout.dtype for all replicas"
             raise Refused(f"the buckets of weights are for replicas that read {self._announced}, not {form}: {fix}")
-        self._format = form if self._parameters.whole else replace(form, fp8=False)  # factors are not quantised
+        whole = self._parameters.whole or self._with_base  # factors are not quantised
+        self._format = form if whole else replace(form, fp8=False)
         self._dtype = FP8_INPUTS if form.fp8_inputs else self._dtype
 
     def manifest(self, engine: Publishes) -> dict[str, Entry]:
