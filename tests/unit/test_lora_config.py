@@ -230,3 +230,11 @@ def test_the_plan_counts_a_quantised_base(folder):
     ]
     assert found[0] - found[1] == pytest.approx(357_900_000 * (4 - 0.51587), rel=1e-3)
     assert found[0] - found[2] == pytest.approx(357_900_000 * (4 - 1.0039), rel=1e-3)
+
+
+def test_a_critic_and_a_reference_on_the_policys_base_are_no_further_copies_of_it(folder):
+    ppo = ("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1")
+    whole, lora = (planned(folder, *ppo, *more, model="qwen").memory.items for more in ((), (RANK,)))
+    assert whole["reference policy"] == whole["master weights"] and "reference policy" not in lora
+    values = planned(folder, RANK, model="qwen").factors.parameters
+    assert lora["critic with its optimizer"] == pytest.approx(12 * values, rel=0.01)

@@ -25,7 +25,7 @@ from verl.config.lora_layers import trained_factors
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
-from verl.model_engine.memory import DTYPE_BYTES, RankWork
+from verl.model_engine.memory import DTYPE_BYTES, RankWork, copies_weights
 from verl.rollout.native.options import KEPT_KV_BYTES
 from verl.weight_sync.options import Ipc
 from verl.wire import FP8, FP8_BLOCK
@@ -225,12 +225,17 @@ def _process_items(config: Config, tokens: int) -> dict[str, int]:
     average = actor["gradients"] if config.teacher.ema else 0  # as large as what is trained
     snapshot = actor["weights"] if config.pipeline.staleness > 0 else 0  # training continues while it is sent
     shared = roles_of_policy(config)
-    critics = ("gradients", "optimizer states", *(() if "critic" in shared else ("weights",)))
+    trained = sum(critic.get(n, 0) for n in ("gradients", "optimizer states"))
+    copied = copies_weights(RankWork(tokens=1, device=device_type_of(config, "actor"), dtype=dtype_of(config, "actor")))
+    if "critic" in shared:  # the tensors of the policy, but a copy that computes of its own: 2 of 6 bytes
+        trained += critic.get("weights", 0) // 3 * copied
+    else:
+        trained += critic.get("weights", 0)
     return {
         "master weights": actor["weights"],
         **{name: actor[name] for name in ("gradients", "optimizer states", "compute copy of weights")},
         "reference policy": actor["weights"] if needs_reference(config) and "ref" not in shared else 0,
-        "critic with its optimizer": sum(critic.get(n, 0) for n in critics),
+        "critic with its optimizer": trained,
         "teacher": average or sum(items["weights"] for items in teachers),
         "teacher's activations": max((items["inference activations"] for items in teachers), default=0),
         "teacher's head": actor.get("teacher's head", 0),
