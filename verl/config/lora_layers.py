@@ -89,14 +89,13 @@ def frozen_base_faults(config: Config, command: str) -> Iterator[str]:
 
 def base_warnings(config: Config) -> Iterator[str]:
     """Yield the warnings about the frozen base of LoRA: parts that stay float32, and an adapter of other weights."""
-    spec, folder = trained_by(config.model.lora), find_model_folder(config.model.path)
-    facts = describe_model(config.model.path)
-    if config.model.quantization != "none" and facts.expert_parameters:
+    spec = trained_by(config.model.lora)
+    if config.model.quantization != "none" and (facts := describe_model(config.model.path)).expert_parameters:
         share = facts.expert_parameters / facts.parameters
         yield f"model.quantization={config.model.quantization}: experts, {share:.0%} of the weights, stay float32"
     if spec is not None and spec.path is not None:
         named = base_of(str(Path(spec.path).expanduser()), "")
-        if named and Path(named).is_dir() and not Path(named).samefile(folder):
+        if named and Path(named).is_dir() and not Path(named).samefile(find_model_folder(config.model.path)):
             why = f"it was trained on {named}, and is added to {config.model.path}"
             yield f"model.lora.path={spec.path}: {why}: another model, unless both have the same weights"
 
