@@ -1,6 +1,7 @@
 """Shared fixtures. All files of tests are in temporary folders; no test needs a network or a GPU."""
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -21,6 +22,8 @@ import pytest
 from each import FULL_GRID
 from on_device import missing_device
 
+REFERENCES = Path(sys.prefix) / "references"
+"""The packages that ours are compared with; no run finds them."""
 DATA = Path(__file__).parent / "data"
 MANY_OBJECTS = 50_000
 
@@ -51,6 +54,19 @@ def stays():
     if len(gc.get_objects()) > MANY_OBJECTS:
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture
+def reference(monkeypatch):
+    """Import a module of the packages that `make reference-packages` installs, for one test."""
+    monkeypatch.syspath_prepend(REFERENCES)
+
+    def imported(name):
+        if not (REFERENCES / name.partition(".")[0]).is_dir():
+            pytest.skip(f"{name.partition('.')[0]} is not installed (make reference-packages)")
+        return importlib.import_module(name)
+
+    return imported
 
 
 @pytest.fixture(scope="session")

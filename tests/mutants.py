@@ -448,7 +448,9 @@ MUTANTS = (
     Mutant("nn/tensor_parallel.py", "[Partial()] if", "[Replicate()] if", RANKS),
     Mutant("nn/tensor_parallel.py", '(_COLUMNS, "lora_A"), ', "", RANKS),
     Mutant("nn/tensor_parallel.py", ', (_ROWS, "lora_B")', "", RANKS),
-    Mutant("model_engine/sharded.py", "self.local.with_factors(name, weight) if merged else weight", "weight", RANKS),
+    Mutant(
+        "model_engine/sharded.py", "self.local.with_factors(name, weight) if form.merged else weight", "weight", RANKS
+    ),
     Mutant(
         "model_engine/lora.py",
         "product if index is None else product[index]",
@@ -659,7 +661,7 @@ MUTANTS = (
     Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),
     Mutant("nn/fp8.py", "if halves:", "if False:", BLOCKS),
     Mutant("nn/fp8.py", "weight._base is not None and weight._base in self._weights", "False", BLOCKS),
-    Mutant("model_engine/passes.py", "if fp8_inputs and in_blocks(name, p.shape):", "if False:", BLOCKS),
+    Mutant("model_engine/passes.py", "if form.fp8_inputs and in_blocks(name, p.shape):", "if False:", BLOCKS),
     Mutant("checkpoint/block_fp8.py", "which * scale_rows + row // FP8_BLOCK", "row // FP8_BLOCK", SERVED_BLOCKS),
     Mutant(
         "checkpoint/block_fp8.py",
@@ -842,8 +844,8 @@ MUTANTS = (
     Mutant("model_engine/memory.py", '"gradients": 4 * share.trained', '"gradients": 4 * share.weights', LORA),
     Mutant(
         "model_engine/lora.py",
-        "linear(linear(x, a), b) * self.parameters.scale",
-        "linear(linear(x, a), b)",
+        "with_product(output, x, a, b, self.parameters.scale)",
+        "with_product(output, x, a, b, 1.0)",
         LORA_TRAINING,
     ),
     Mutant("model_engine/lora.py", 'if self._at == "none":', 'if self._at == "start":', LORA_TRAINING),
@@ -893,7 +895,7 @@ MUTANTS = (
     Mutant("checkpoint/safetensors_file.py", "self.names and self._splits and", "self.names and", LORA_TRAINING),
     Mutant("model_engine/lora.py", "if not factor.isfinite().all():", "if False:", LORA_TRAINING),
     Mutant("model_engine/merging.py", "(base, _pad_id(source))", "(base, None)", LORA_EXPORT),
-    Mutant("model_engine/merging.py", "tensor.to(getattr(torch, dtype))", "tensor", LORA_EXPORT),
+    Mutant("model_engine/merging.py", "tensor.detach().to(getattr(torch, dtype))", "tensor", LORA_EXPORT),
     # -- LoRA sets
     Mutant("parameter_set.py", "if parameters.base != held:", "if False:", SETS),
     Mutant("rollout/native/runner.py", "self._forget_prompts(parameters.id)", "pass", NATIVE_SETS),
@@ -910,7 +912,7 @@ MUTANTS = (
     Mutant("rollout/native/model.py", "slots = order if", "slots = order.sort().values if", NATIVE_SETS),
     Mutant("accel/cpu/linear.py", "pointers[1 + i] =", "pointers[1] =", NATIVE_SETS),
     Mutant("rollout/native/sets.py", "into_a.zero_()", "pass", NATIVE_SETS),
-    Mutant("nn/lora.py", "one.b.to(x)) * scale", "one.b.to(x)) * (2 * scale)", SETS),
+    Mutant("nn/lora.py", "one.b.to(x), scale)", "one.b.to(x), 2 * scale)", SETS),
     Mutant("rollout/replica.py", "        of.sets.clear()\n", "", "tests/unit/test_rollout_adapters.py"),
     Mutant("rollout/wrapper.py", "        await asyncio.wait({self._publish})\n", "", SETS),
     # -- what peers fix at other values

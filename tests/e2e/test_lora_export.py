@@ -1,9 +1,7 @@
 """`verl export` of LoRA runs: the adapter in PEFT, and merged into its base in transformers, are the trained model."""
 
-import importlib
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,18 +14,14 @@ from verl.cli import main
 from verl.config.load import load_config
 from verl.driver.launch import run_supervised
 
-REFERENCES = Path(sys.prefix) / "references"
 LORA = ("model.lora.rank=4", "optim.lr=1e-2", "run.total_steps=2")
 IDS = torch.arange(1, 12)[None]
 
 
 @pytest.fixture
-def peft(monkeypatch):
+def peft(reference):
     """The PEFT library of `make reference-packages`."""
-    monkeypatch.syspath_prepend(REFERENCES)
-    if not (REFERENCES / "peft").is_dir():
-        pytest.skip("peft is not installed (make reference-packages)")
-    return importlib.import_module("peft")
+    return reference("peft")
 
 
 def logits(model):

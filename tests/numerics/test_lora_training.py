@@ -1,13 +1,10 @@
 """LoRA in the trainer: outputs and gradients are PEFT's, nothing else changes, and what is written loads elsewhere."""
 
 import copy
-import importlib
 import itertools
 import json
-import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,6 +30,7 @@ from verl.model_engine.lora_spec import LoraSpec, lora_faults
 from verl.model_engine.memory import RankWork, memory
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.options import Options
+from verl.model_engine.passes import ReplicaWeights
 from verl.model_engine.sibling import build_sibling
 from verl.model_engine.torch_engine import build as build_engine
 from verl.objective import Term, TermValue
@@ -40,7 +38,6 @@ from verl.parameter_set import ParameterSet
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.role import RoleSpec, build_roles
 
-REFERENCES = Path(sys.prefix) / "references"
 SPEC = LoraSpec(rank=4, alpha=8.0)
 FAMILIES = (
     "llama",
@@ -58,12 +55,9 @@ FAMILIES = (
 
 
 @pytest.fixture
-def peft(monkeypatch):
+def peft(reference):
     """The PEFT library of `make reference-packages`."""
-    monkeypatch.syspath_prepend(REFERENCES)
-    if not (REFERENCES / "peft").is_dir():
-        pytest.skip("peft is not installed (make reference-packages)")
-    return importlib.import_module("peft")
+    return reference("peft")
 
 
 def trained(model, spec=SPEC, **options):
@@ -143,7 +137,7 @@ def test_rank_stabilised_scale(peft):
     model, spec = make(), LoraSpec(rank=4, alpha=8.0, rslora=True)
     ours = trained(model, spec)
     theirs = as_peft(peft, ours, model, spec)
-    (own,) = ours.passes.models_own([torch.arange(1, 9)], torch.float64)
+    (own,) = ours.passes.models_own([torch.arange(1, 9)], ReplicaWeights(dtype=torch.float64))
     logits = torch.log_softmax(theirs(input_ids=torch.arange(1, 9)[None]).logits[0], -1)
     torch.testing.assert_close(own, logits[:-1].gather(-1, torch.arange(2, 9)[:, None])[:, 0])
 

@@ -1,10 +1,7 @@
 """Optimizers: each equals its reference implementation, and its states have the promised size."""
 
 import dataclasses
-import importlib
 import math
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,23 +15,9 @@ from verl.model_engine.optimizers import make_optimizer, role_of
 from verl.model_engine.update_rules import from_codes, to_codes
 from verl.nn.quant import code_values
 
-REFERENCES = Path(sys.prefix) / "references"
 STEPS = 20
 WIDE, HEADS = 64, 4
 CONFIG = type("Config", (), {"hidden_size": WIDE, "num_attention_heads": HEADS, "head_dim": WIDE // HEADS})()
-
-
-@pytest.fixture
-def reference(monkeypatch):
-    """Import a module of the packages that `make reference-packages` installs, for one test."""
-    monkeypatch.syspath_prepend(REFERENCES)
-
-    def imported(name):
-        if not (REFERENCES / name.partition(".")[0]).is_dir():
-            pytest.skip(f"{name.partition('.')[0]} is not installed (make reference-packages)")
-        return importlib.import_module(name)
-
-    return imported
 
 
 class Attention(nn.Module):

@@ -1,9 +1,6 @@
 """Quantised weights are those of bitsandbytes: codes, scales, values, and checkpoints both ways."""
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,17 +12,13 @@ from verl.accel.cpu import nf4
 from verl.accel.cpu.kernels import load_kernels
 from verl.nn.quant import STATE, Int8, Nf4, code_values, quantise_weight, read_quantised
 
-REFERENCES = Path(sys.prefix) / "references"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture
-def bitsandbytes(monkeypatch):
+def bitsandbytes(reference):
     """The package that `make reference-packages` installs, which computes what these tests compare with."""
-    if not (REFERENCES / "bitsandbytes").is_dir():
-        pytest.skip("bitsandbytes is not installed (make reference-packages)")
-    monkeypatch.syspath_prepend(REFERENCES)
-    return importlib.import_module("bitsandbytes")
+    return reference("bitsandbytes")
 
 
 def weights(dtype):

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.passes import ReplicaWeights
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.fp8 import (
@@ -199,8 +200,8 @@ def test_the_models_own_pass_rounds_the_inputs_of_every_projection(config: Any) 
     expected = torch.log_softmax(logits, -1)[:-1].gather(1, ids[1:, None])[:, 0]
     passes = TorchEngine(module, EngineSettings(optim=OptimSpec(lr=0.1), dtype="float32")).passes
     with torch.no_grad():
-        (found,) = passes.models_own([ids], torch.float32, fp8=True, fp8_inputs=True)
-        (without,) = passes.models_own([ids], torch.float32, fp8=True)
+        (found,) = passes.models_own([ids], ReplicaWeights(dtype=torch.float32, fp8=True, fp8_inputs=True))
+        (without,) = passes.models_own([ids], ReplicaWeights(dtype=torch.float32, fp8=True))
     assert float((found - expected).abs().mean()) < 1e-3 < 1e-2 < float((without - expected).abs().mean())
 
 

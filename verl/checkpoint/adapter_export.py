@@ -14,20 +14,20 @@ from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.config.adapter import CONFIG, WEIGHTS, peft_config
 from verl.parameter_set import ParameterSet
 
-SCORE = f"base_model.model.{SCORE_WEIGHT}"
+ADAPTER_SCORE = f"base_model.model.{SCORE_WEIGHT}"
 """The name of a reward model's head in the folder of its adapter."""
 
 
 def write_adapter(directory: Path, parameters: ParameterSet, base: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write adapter_config.json and the tensors, one at a time. parameters: the LoRA set · base: the folder of its base
     model · tensors: (PEFT's name, tensor), all of one dtype. A reward model's head is written whole."""
-    names = [SCORE, *(name for module in parameters.targets for name in parameters.factors(module))]
+    names = [ADAPTER_SCORE, *(name for module in parameters.targets for name in parameters.factors(module))]
     with closing(Shard(directory / f"{WEIGHTS}.part", names)) as shard:
         for name, tensor in tensors:
             shard.add(name, tensor)
         shard.finish()
     shard.path.rename(directory / WEIGHTS)
     config = peft_config(parameters, str(base)) | {"task_type": "CAUSAL_LM"}
-    if SCORE in shard.names:
+    if ADAPTER_SCORE in shard.names:
         config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE_WEIGHT.partition(".")[0]]}
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

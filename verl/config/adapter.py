@@ -23,7 +23,6 @@ from verl.config.model_files import (
 )
 from verl.config.schema import Config
 from verl.errors import Refused
-from verl.model_engine.lora_spec import trained_by
 from verl.parameter_set import ParameterSet
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -123,15 +122,6 @@ def teacher_models(config: Config) -> dict[str, str]:
     """Return, for each teacher that this run computes itself, its model folder, or the folder of its base model if the
     teacher is an adapter."""
     return {role: base_of(path, config.model.path) for role, path in config.teacher.folders().items()}
-
-
-def trained_rank(lora: Mapping[str, Any]) -> int:
-    """Return the rank of the factors that these options of `model.lora` train; 0: all weights are trained."""
-    spec = trained_by(lora)
-    if spec is None or spec.path is None:
-        return 0 if spec is None else spec.rank
-    read = _read(Path(spec.path).expanduser())
-    return max(read.r, *(read.rank_pattern or {}).values(), 0)
 
 
 def read_adapter(folder: Path, base: Path, *, head: bool = False) -> dict[str, AdaptedWeight]:

@@ -17,11 +17,11 @@ from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.algorithms.specs import GKDTopK, function
 from verl.checkpoint.latest import beyond
-from verl.config.adapter import trained_rank
 from verl.config.backends import CLUSTER, backend_of, import_object, layout_of, longest_sequence, options_of, traits_of
 from verl.config.cluster import placed_roles
 from verl.config.devices import colocated, drops_rollout_weights
 from verl.config.load import Resolved
+from verl.config.lora_layers import trained_factors
 from verl.config.schema import AlgorithmConfig, Config
 from verl.config.tree import changed
 from verl.data.cursor import Curriculum
@@ -242,7 +242,7 @@ def _publisher(
         note=progress.message,
         published=rollout.published if isinstance(rollout, Router) else None,
         lora=lora,
-        trained_rank=trained_rank(config.model.lora),
+        trained_rank=factors.rank if (factors := trained_factors(config)) else 0,
     )
 
 

@@ -159,7 +159,8 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
         return workers_of(context, spec)
     assert context.actor is not None, "the policy is started first"
     spec = replace(spec, engine=backend_of(context.config, "model").sibling)
-    return ModelWorkers(context.actor.opened(spec), layout=context.cluster.layout, place=context.cluster.place("actor"))
+    group, place = context.actor.open_sibling(spec), context.cluster.place("actor")
+    return ModelWorkers(group, layout=context.cluster.layout, place=place)
 
 
 def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:

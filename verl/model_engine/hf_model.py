@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
@@ -42,6 +42,13 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     model, found = loaded
     refuse_other_weights(path, model, found["missing_keys"], found["unexpected_keys"], needs_lm_head=needs_lm_head)
     return model
+
+
+def saved_weights(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (Hugging Face name, tensor) of the parameters and saved buffers of a model; tied ones once."""
+    saved = model.state_dict()
+    yield from model.named_parameters()
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
 
 
 def refuse_other_weights(

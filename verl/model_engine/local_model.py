@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.checkpoint.adapter_export import SCORE
+from verl.checkpoint.adapter_export import ADAPTER_SCORE
 from verl.checkpoint.score import classifier_tensors
 from verl.model_engine.base import WeightPart, whole_part
-from verl.model_engine.hf_model import refuse_altered_logits, switch_dropout_off
+from verl.model_engine.hf_model import refuse_altered_logits, saved_weights, switch_dropout_off
 from verl.model_engine.lora import LoraLayers, is_factor
 from verl.model_engine.offload import own_storage
 from verl.model_engine.optim import grad_norm
@@ -127,10 +127,8 @@ class LocalModel:
         return every
 
     def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        saved = self.model.state_dict()
-        yield from ((name, p) for name, p in self.model.named_parameters() if not is_factor(name))
+        yield from ((name, tensor) for name, tensor in saved_weights(self.model) if not is_factor(name))
         yield from ((f"{name}.weight", layer.weight) for name, layer in quantised_layers(self.model).items())
-        yield from ((name, b) for name, b in self.model.named_buffers() if name in saved)
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Yield the parts of `Publishes.weight_parts`."""
@@ -180,7 +178,7 @@ class LocalModel:
             return self.named_weights()
         factors = self.lora.factors(dict(self.model.named_parameters()))
         head = self.value_head if self.settings.head == "score" else None
-        return factors if head is None else chain(factors, [(SCORE, head.weight)])
+        return factors if head is None else chain(factors, [(ADAPTER_SCORE, head.weight)])
 
     def whole(self, p: Tensor) -> Tensor:
         """Return the whole of a parameter, of which this process may have a part only."""

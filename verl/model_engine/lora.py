@@ -17,13 +17,13 @@ from typing import Any, Literal
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from verl.config.adapter import WEIGHTS, factors_alone
 from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.lora_spec import LoraSpec, check_rank, target_modules
-from verl.nn.lora import layer_size
+from verl.nn.lora import layer_size, with_product
 from verl.nn.quant_linear import ROUTERS
 from verl.parameter_set import POLICY_SET, ParameterSet
 
@@ -50,7 +50,7 @@ class LoraLayers:
             self.parameters = ParameterSet(
                 id=TRAINED_SET, kind="lora", base="", rank=spec.rank, scale=spec.scale, targets=targets
             )
-        self._turned = set[str]()
+        self._targets, self._turned = frozenset(self.parameters.targets), set[str]()
         for module in self.parameters.targets:
             self._add(model, module)
 
@@ -63,10 +63,11 @@ class LoraLayers:
         rank, (into, out) = self.parameters.rank, layer_size(model, module, TRAINED_SET)
         check_rank(rank, module, (out, into), type(model).__name__)
         layer = model.get_submodule(module)
+        weight = layer.weight  # a quantised layer makes it anew each time
         if not isinstance(layer, nn.Linear):  # its weight is [in, out]
             self._turned.add(f"{module}.weight")
         for name, shape in ((A, (rank, into)), (B, (out, rank))):
-            empty = torch.empty(shape, dtype=layer.weight.dtype, device=layer.weight.device)
+            empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
             layer.register_parameter(name, nn.Parameter(empty))
         layer.register_forward_hook(partial(self._forward, module))
 
@@ -76,7 +77,7 @@ class LoraLayers:
             return None
         if self._at == "start":
             a, b = (self._start[name].to(x) for name in self.parameters.factors(module))
-        return output + linear(linear(x, a), b) * self.parameters.scale
+        return with_product(output, x, a, b, self.parameters.scale)
 
     def add_to(self, model: nn.Module, factors: Callable[[str], Tensor]) -> None:
         """Let another model of this kind, which has no factors, add them to the outputs of its layers. factors: returns
@@ -88,7 +89,7 @@ class LoraLayers:
         self, module: str, factors: Callable[[str], Tensor], _: Any, inputs: tuple[Tensor, ...], output: Tensor
     ) -> Tensor:
         a, b = (factors(f"{module}.{factor}").to(output.dtype) for factor in (A, B))
-        return output + linear(linear(inputs[0], a), b) * self.parameters.scale
+        return with_product(output, inputs[0], a, b, self.parameters.scale)
 
     def off(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes with its own weights only."""
@@ -140,10 +141,6 @@ class LoraLayers:
         product = (b * self.parameters.scale) @ a
         product = product.T if name in self._turned else product
         return weight + (product if index is None else product[index])
-
-    @property
-    def _targets(self) -> frozenset[str]:
-        return frozenset(self.parameters.targets)
 
     def factors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B; None: it has no value."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
 
-from verl.checkpoint.adapter_export import SCORE
+from verl.checkpoint.adapter_export import ADAPTER_SCORE
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config, classifier_tensors
 from verl.config.adapter import WEIGHTS, own_base
 from verl.model_engine.adapter import open_adapter
-from verl.model_engine.hf_model import load_causal_lm
+from verl.model_engine.hf_model import load_causal_lm, saved_weights
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -26,10 +23,10 @@ def write_merged(adapter: Path, out: Path, dtype: str) -> Path:
     ValueError if the base is not on this machine, or is another model."""
     base = own_base(adapter)
     with safe_open(adapter / WEIGHTS, "pt") as file:
-        head = file.get_tensor(SCORE) if SCORE in file.keys() else None  # noqa: SIM118 - not a mapping
+        head = file.get_tensor(ADAPTER_SCORE) if ADAPTER_SCORE in file.keys() else None  # noqa: SIM118 - not a mapping
     model = load_causal_lm(base, needs_lm_head=head is None)
     open_adapter(adapter, base, model, head=True).add(dict(model.named_parameters()))
-    weights = _weights(model)
+    weights = saved_weights(model)
     if head is not None:
         weights = classifier_tensors(model.base_model_prefix, weights, head)
     source = adapter if any(adapter.glob("tokenizer*")) else base
@@ -38,15 +35,8 @@ def write_merged(adapter: Path, out: Path, dtype: str) -> Path:
         tokenizer_dir=source,
         config_overrides={} if head is None else classifier_config(base, _pad_id(source)),
     )
-    export.write(out, ((name, tensor.to(getattr(torch, dtype))) for name, tensor in weights))
+    export.write(out, ((name, tensor.detach().to(getattr(torch, dtype))) for name, tensor in weights))
     return base
-
-
-def _weights(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) of all weights of a model; tied ones once."""
-    saved = model.state_dict()
-    yield from ((name, p.detach()) for name, p in model.named_parameters())
-    yield from ((name, b) for name, b in model.named_buffers() if name in saved)
 
 
 def _pad_id(folder: Path) -> int | None:

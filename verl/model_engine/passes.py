@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,19 @@ Which = Tensor | slice
 Reader = Callable[[Tensor, Which], dict[str, Tensor]]
 Ready = tuple[np.ndarray, Batch, Mapping[str, Tensor], Callable[[Tensor], None]]
 """The rows of a pass, their batch, its outputs, and a function that gets the loss and runs the backward pass."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaWeights:
+    """The form of the weights with which a replica computes."""
+
+    dtype: torch.dtype
+    fp8: bool = False
+    """The parameters that replicas read in blocks of 8 bits are quantised."""
+    fp8_inputs: bool = False
+    """The tensors that are multiplied with them are quantised too."""
+    merged: bool = True
+    """LoRA factors are added to the weights, not to the outputs of layers."""
 
 
 class Passes:
@@ -106,18 +120,8 @@ class Passes:
         """Return log-probs by the language-model head, whichever head is trained."""
         return self._lm_outputs(batch, ("logprobs",))
 
-    def models_own(
-        self,
-        probes: Sequence[Tensor],
-        dtype: torch.dtype,
-        *,
-        fp8: bool = False,
-        fp8_inputs: bool = False,
-        merged: bool = True,
-    ) -> list[Tensor]:
-        """Return log-probs [t-1] of each probe [t] by the model as transformers made it, with its parameters in
-        `dtype`. fp8: the parameters that replicas read in blocks of 8 bits are quantised · fp8_inputs: and what is
-        multiplied with them · merged: LoRA factors are added to the weights, not to the outputs."""
+    def models_own(self, probes: Sequence[Tensor], form: ReplicaWeights) -> list[Tensor]:
+        """Return log-probs [t-1] of each probe [t] by the model as transformers made it, with weights of this form."""
         rounded = RoundedInputs()
         model = self.local.model
         trained, kept = model.training, [(name, p, p.data) for name, p in model.named_parameters()]
@@ -127,16 +131,16 @@ class Passes:
         masters = {name: master for name, _, master in kept}
 
         def computed(name: str, weight: Tensor) -> Tensor:
-            if merged and self.local.lora is not None:
+            if form.merged and self.local.lora is not None:
                 weight = self.local.lora.merged(name, weight, masters.__getitem__)
-            return as_computed(name, weight, dtype, fp8=fp8)
+            return as_computed(name, weight, form.dtype, fp8=form.fp8)
 
         try:
             given = computing_with(model, computed)
-            with self.local.factors_merged() if merged else nullcontext(), rounded, given:
+            with self.local.factors_merged() if form.merged else nullcontext(), rounded, given:
                 for name, p, master in kept:
                     p.data = computed(name, master)
-                    if fp8_inputs and in_blocks(name, p.shape):
+                    if form.fp8_inputs and in_blocks(name, p.shape):
                         rounded.add(p)
                 return [self._alone(model, ids) for ids in probes]
         finally:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.batch import Batch, part_of
-from verl.checkpoint.adapter_export import SCORE
+from verl.checkpoint.adapter_export import ADAPTER_SCORE
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.errors import Refused
 from verl.model_engine.base import StepOutput, WeightPart
@@ -72,7 +72,7 @@ class StageModel(ShardedModel):
         self._weights[SCORE_WEIGHT] = _Weight(self.last_stage, torch.Size((1, self.hidden_size)), torch.float32)
         if self.lora is not None:  # as they are exported
             factors = self.lora.factors({name: self._weights[name] for name in self.lora.names})
-            self._weights |= dict(factors) | {SCORE: self._weights[SCORE_WEIGHT]}
+            self._weights |= dict(factors) | {ADAPTER_SCORE: self._weights[SCORE_WEIGHT]}
 
     @property
     def is_last(self) -> bool:

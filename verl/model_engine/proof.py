@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.model_engine.passes import Passes
+from verl.model_engine.passes import Passes, ReplicaWeights
 from verl.nn.packing import check_packing, refuse_neighbours, refuse_noise, refused, short_windows
 
 
@@ -27,7 +27,7 @@ def prove(passes: Passes, *, share_prefix: bool) -> float:
 
     with refused(what, padded=not passes.packed), torch.no_grad():
         refuse_noise(lambda batch: passes.infer(batch, (output,))[output], vocab, what=what)
-        own = partial(passes.models_own, dtype=master)
+        own = partial(passes.models_own, form=ReplicaWeights(dtype=master))
         passes.compute = master
         try:
             if not passes.packed:

@@ -31,7 +31,7 @@ from verl.model_engine.layout import Layout
 from verl.model_engine.local_model import LocalModel
 from verl.model_engine.lora import is_factor
 from verl.model_engine.options import cannot
-from verl.model_engine.passes import Passes, Reader, Which
+from verl.model_engine.passes import Passes, Reader, ReplicaWeights, Which
 from verl.model_engine.settings import DEFAULTS, EngineSettings
 from verl.model_engine.sharded_copy import ShardedCopy, accumulate_in_float32
 from verl.model_engine.snapshot import Snapshot
@@ -252,15 +252,7 @@ class ShardedPasses(Passes):
                 if isinstance(module, FSDPModule):
                     module.reshard()
 
-    def models_own(
-        self,
-        probes: Sequence[Tensor],
-        dtype: torch.dtype,
-        *,
-        fp8: bool = False,
-        fp8_inputs: bool = False,
-        merged: bool = True,
-    ) -> list[Tensor]:
+    def models_own(self, probes: Sequence[Tensor], form: ReplicaWeights) -> list[Tensor]:
         """Compute as `Passes.models_own` does, with a second model without storage, as transformers makes it. A layer's
         weights are gathered when the pass reaches it and dropped after it, so that no rank ever has the whole model."""
         model = self.local.model
@@ -270,10 +262,10 @@ class ShardedPasses(Passes):
         fix_rope(own, self.local.settings.longest)
         sharded = dict(model.named_parameters(remove_duplicate=False))
         layers = {id(module) for module in layers_of(own)}
-        rounded = RoundedInputs() if fp8_inputs else None
-        if self.local.lora is not None and not merged:
+        rounded = RoundedInputs() if form.fp8_inputs else None
+        if self.local.lora is not None and not form.merged:
             self.local.lora.add_to(own, self.local.whole_factor)
-        fill = partial(self._fill, own, sharded, dtype=dtype, fp8=fp8, merged=merged, rounded=rounded)
+        fill = partial(self._fill, own, sharded, form=form, rounded=rounded)
         inside = set[str]()
         for prefix, module in list(own.named_modules()):
             if id(module) in layers:
@@ -294,15 +286,13 @@ class ShardedPasses(Passes):
         sharded: dict[str, nn.Parameter],
         names: Sequence[str],
         *,
-        dtype: torch.dtype,
-        fp8: bool,
-        merged: bool,
+        form: ReplicaWeights,
         rounded: RoundedInputs | None,
     ) -> None:
         for name in names:
             weight = self.local.delivered(name, sharded.get(name))
-            weight = self.local.with_factors(name, weight) if merged else weight
-            made = nn.Parameter(as_computed(name, weight, dtype, fp8=fp8), requires_grad=False)
+            weight = self.local.with_factors(name, weight) if form.merged else weight
+            made = nn.Parameter(as_computed(name, weight, form.dtype, fp8=form.fp8), requires_grad=False)
             _owner(own, name)._parameters[name.rpartition(".")[2]] = made
             if rounded is not None and in_blocks(name, made.shape):
                 rounded.add(made)

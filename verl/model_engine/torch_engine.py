@@ -27,7 +27,7 @@ from verl.model_engine.local_model import LocalModel
 from verl.model_engine.offload import Offload
 from verl.model_engine.optim import averaged
 from verl.model_engine.options import Options
-from verl.model_engine.passes import Passes
+from verl.model_engine.passes import Passes, ReplicaWeights
 from verl.model_engine.proof import prove
 from verl.model_engine.quantised_parts import load_base
 from verl.model_engine.settings import DEFAULTS, DTYPES, EngineSettings
@@ -125,8 +125,9 @@ class TorchEngine:
         with self.awake("weights"), torch.no_grad():
             fp8, inputs = dtype in (FP8, FP8_INPUTS), dtype == FP8_INPUTS
             ids = [torch.from_numpy(one) for one in probes]
-            given = {"fp8": fp8, "fp8_inputs": inputs, "merged": merged}
-            found = self.passes.models_own(ids, torch.bfloat16 if fp8 else DTYPES[dtype], **given)
+            given = torch.bfloat16 if fp8 else DTYPES[dtype]
+            form = ReplicaWeights(dtype=given, fp8=fp8, fp8_inputs=inputs, merged=merged)
+            found = self.passes.models_own(ids, form)
         return [logprobs.float().numpy() for logprobs in found]
 
     @property

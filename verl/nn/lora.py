@@ -85,4 +85,9 @@ def with_low_ranks(model: nn.Module, factors: Mapping[str, LowRank], scale: floa
 
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, one: LowRank, scale: float) -> Tensor:
     x = inputs[0]
-    return output + linear(linear(x, one.a.to(x)), one.b.to(x)) * scale
+    return with_product(output, x, one.a.to(x), one.b.to(x), scale)
+
+
+def with_product(output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return the output [..., out] of a layer for x [..., in] with the product of the factors, scale * B A x, added."""
+    return output + linear(linear(x, a), b) * scale

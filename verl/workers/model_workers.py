@@ -106,7 +106,7 @@ class ModelWorkers:
         """Return the same workers as a frozen model that reads its rows with this view."""
         return ModelWorkers(self._group, replace(self.capabilities, trains=False), self._layout, view, self._place)
 
-    def opened(self, spec: RoleSpec) -> WorkerGroup:
+    def open_sibling(self, spec: RoleSpec) -> WorkerGroup:
         """Open a second role in these workers, on the frozen base of their model, and return its group."""
         opening = self._group.submit(Role.open_sibling, Broadcast((spec,)))
         result_of(opening, f"{spec.name}, on the base of {self._group.name}, was not built", START_TIMEOUT_S)

@@ -143,13 +143,14 @@ class Role:
         """Build a second role in this worker, by the function `engine` of the spec: its model shares the frozen base of
         this one's."""
         built: Any = None
-        if not isinstance(self.engine, SharedEngine) or self.ranks.rank == 0:
-            first = getattr(self.engine, "whole", self.engine)
+        shared = self.engine if isinstance(self.engine, SharedEngine) else None
+        if shared is None or self.ranks.rank == 0:
+            first = self.engine if shared is None else shared.whole
             built = import_object(spec.engine)(first, spec.options, spec.context)
             if spec.proven:
                 with built.awake():
                     built.check_packing(share_prefix=spec.share_prefix and built.capabilities.shares_prefix)
-        engine = self.ranks.all_gather(built)[0] if isinstance(self.engine, SharedEngine) else built
+        engine = built if shared is None else self.ranks.all_gather(built)[0]
         (self._siblings[spec.name],) = roles_of(engine, spec, ranks=[self.ranks])
 
     def as_sibling(self, name: str, method: Callable[..., T], args: tuple[Any, ...]) -> T:

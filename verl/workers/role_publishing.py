@@ -29,7 +29,7 @@ class RolePublishing:
         self._role, self._engine, self._ranks = role, engine, ranks
         self.sender, self.lora_sets = sender, LoraSets()
         self._factors: dict[Delivery, tuple[PolicyFactors, WeightSender]] = {}
-        self._used = sender  # by the last publish of the policy
+        self._last_sender = sender  # by the last publish of the policy
 
     def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> None:
         """Open an adapter as a LoRA set on top of the present weights, to be published through its own outlet."""
@@ -50,7 +50,7 @@ class RolePublishing:
         sender.set_format(form)
         with self._engine.awake("weights"):
             if parameters == POLICY_SET.id:
-                self._used = sender
+                self._last_sender = sender
                 self._engine.published(version)
             return sender.send(source, version, probes, copy=copy, first=is_first(self._ranks))
 
@@ -81,7 +81,7 @@ class RolePublishing:
     def release(self, version: int, parameters: str) -> None:
         """Release a version of a set that all living replicas have."""
         policy = parameters == POLICY_SET.id
-        sender = self._used if policy else self._publishing(parameters)[1]
+        sender = self._last_sender if policy else self._publishing(parameters)[1]
         assert sender is not None
         sender.release(version)
 
