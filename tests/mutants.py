@@ -82,7 +82,7 @@ LORA, LORA_KEYS = "tests/unit/test_lora_config.py", "tests/unit/test_compat_lora
 LORA_TRAINING, LORA_EXPORT = "tests/numerics/test_lora_training.py", "tests/e2e/test_lora_export.py"
 QUANTISED = "tests/numerics/test_quantised_training.py"
 LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
-MEDIA = "tests/unit/test_media.py"
+MEDIA, VISION = "tests/unit/test_media.py", "tests/numerics/test_vision.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
 VLLM_LINES = "tests/unit/test_rollout_vllm.py"
 AWAY = "tests/numerics/test_offload_pinned.py"
@@ -657,6 +657,12 @@ MUTANTS = (
     Mutant("transfer_queue/media.py", "path.stat().st_nlink == 1", "path.stat().st_nlink <= 2", MEDIA),
     Mutant("driver/queue_rows.py", "self._with_media & {*refs.ids}", "self._with_media - {*refs.ids}", MEDIA),
     Mutant("driver/replay.py", "into.drop([REPLAY])", "pass", MEDIA),
+    Mutant("runs.py", "ids[at + m.start : at + m.end] = -1 - first", "ids[:0] = -1 - first", PACK),
+    Mutant("media_tokens.py", "number[medium]", "medium", PACK),
+    Mutant("models/multimodal.py", "now += length", "now += b - a", VISION),
+    Mutant("models/multimodal.py", "now = int(after[parent]) if parent >= 0 else 0", "now = 0", VISION),
+    Mutant("model_engine/vision.py", "first[medium.clamp(min=0)] + feature", "first[medium.clamp(min=0)]", VISION),
+    Mutant("model_engine/vision.py", "if deeper:", "if not deeper:", VISION),
     Mutant("nn/fp8.py", "values.float() * by_row(scales, rows)", "values.float() / by_row(scales, rows)", BLOCKS),
     Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),
     Mutant("nn/fp8.py", "if halves:", "if False:", BLOCKS),

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.runs import cut_runs, cuts_of, runs_of, slice_of
-from verl.types import LEARNED, TEMPLATE, Sample, Segment
+from verl.media_tokens import MediaTokens, joined_media, place_media
+from verl.runs import cut_runs, cuts_of, media_of, runs_of, slice_of
+from verl.types import LEARNED, TEMPLATE, Medium, Sample, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Batch:
     targets: Tensor  # [L] int64
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [L, ...]
     row_columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [R, ...]
-    media: tuple[tuple[str, ...], ...] = ()  # [S] references of the inputs that are not text; empty: there are none
+    media: MediaTokens | None = None  # the tokens that are placeholders of media; None: all are text
 
     @property
     def num_tokens(self) -> int:
@@ -182,11 +183,11 @@ class _Node:
     ids: np.ndarray
     parent: int
     depth: int  # tokens before this node
-    media: tuple[str, ...] = ()
+    media: tuple[Medium, ...] = ()
     children: dict[_Key, int] = field(default_factory=dict)
 
 
-_Key = tuple[str | None, tuple[str, ...], bytes]
+_Key = tuple[str | None, tuple[Medium, ...], bytes]
 """The identity of a run of tokens as an input: the adapter that reads it, its media, its ids. Ids alone do not suffice:
 two images have the same placeholder ids."""
 
@@ -210,7 +211,7 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
         for parts in cut_runs(runs_of(sample), cuts[i]) if i in cuts else runs_of(sample):
             ids = np.concatenate([s.ids for s in parts]) if len(parts) > 1 else np.asarray(parts[0].ids)
             ids = ids.astype(np.int64, copy=False)  # one dtype: equal bytes are equal ids
-            media = tuple(m for s in parts for m in s.media)
+            media = media_of(parts)
             key = (sample.adapter, media, ids.tobytes())
             siblings = nodes[at].children if at >= 0 else roots
             found = siblings.get(key) if share_prefix else None
@@ -271,7 +272,7 @@ def _assemble(
             "temperature": torch.tensor([s.temperature or 1.0 for s in samples], dtype=torch.float32),
             "taught": torch.tensor([s.taught for s in samples], dtype=torch.bool),
         },
-        media=tuple(n.media for n in nodes) if any(n.media for n in nodes) else (),
+        media=place_media([n.media for n in nodes], seg_start),
     )
 
 
@@ -334,7 +335,7 @@ def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
         targets=batch.targets[loss],
         columns={name: c[loss] for name, c in batch.columns.items()},
         row_columns={name: c[row_index] for name, c in batch.row_columns.items()},
-        media=tuple(batch.media[s] for s in kept) if batch.media else (),
+        media=batch.media and batch.media.at(token_index),
     )
 
 
@@ -426,9 +427,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
         targets=torch.cat([b.targets for b in batches]),
         columns={name: torch.cat([b.columns[name] for b in batches]) for name in batches[0].columns},
         row_columns={name: torch.cat([b.row_columns[name] for b in batches]) for name in batches[0].row_columns},
-        media=tuple(m for b in batches for m in b.media or ((),) * len(b.parent))
-        if any(b.media for b in batches)
-        else (),
+        media=joined_media([(b.media, b.num_tokens) for b in batches]),
     )
 
 
@@ -464,7 +463,7 @@ def unshare(batch: Batch) -> Batch:
         parent=np.full(len(chains), -1, np.int64),
         leaf=np.arange(len(chains), dtype=np.int64),
         target_from=target_from,
-        media=tuple(tuple(m for s in chain for m in batch.media[s]) for chain in chains) if batch.media else (),
+        media=batch.media and batch.media.at(token_index),
     )
 
 

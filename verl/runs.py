@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from verl.types import LEARNED, Sample, Segment
+from verl.types import LEARNED, Medium, Sample, Segment
 
 
 def runs_of(sample: Sample) -> list[list[Segment]]:
@@ -35,7 +35,8 @@ def cuts_of(samples: Sequence[Sample]) -> dict[int, set[int]]:
         of.setdefault(sample.trajectory_id, []).append(i)
     out: dict[int, set[int]] = {}
     for rows in (rows for rows in of.values() if len(rows) > 1):
-        ids = {i: np.concatenate([s.ids for s in samples[i].segments]) for i in rows}
+        numbers: dict[str, int] = {}
+        ids = {i: _inputs_of(samples[i], numbers) for i in rows}
         ends = {i: np.cumsum([sum(len(s.ids) for s in run) for run in runs_of(samples[i])]) for i in rows}
         for i, j in itertools.permutations(rows, 2):
             n = min(len(ids[i]), len(ids[j]))
@@ -45,9 +46,30 @@ def cuts_of(samples: Sequence[Sample]) -> dict[int, set[int]]:
     return out
 
 
+def _inputs_of(sample: Sample, numbers: dict[str, int]) -> np.ndarray:
+    """Return [t] int64: the ids of a row, with numbers below 0 for the tokens of media, which differ between media and
+    within each. numbers: those of the references so far."""
+    ids, at = np.concatenate([s.ids for s in sample.segments]).astype(np.int64), 0
+    for s in sample.segments:
+        for m in s.media:
+            first = numbers.setdefault(m.reference, len(numbers)) << 32
+            ids[at + m.start : at + m.end] = -1 - first - np.arange(m.tokens)
+        at += len(s.ids)
+    return ids
+
+
+def media_of(run: Sequence[Segment]) -> tuple[Medium, ...]:
+    """Return the media of a run, with places counted from the run's first token."""
+    found, at = list[Medium](), 0
+    for s in run:
+        found += [m._replace(start=at + m.start) for m in s.media]
+        at += len(s.ids)
+    return tuple(found)
+
+
 def cut_runs(runs: list[list[Segment]], cuts: set[int]) -> Iterator[list[Segment]]:
-    """Yield the runs of a row, cut at these token positions of the row. The media of a cut segment stay with its first
-    part."""
+    """Yield the runs of a row, cut at these token positions of the row. No cut is inside of a medium, since two rows
+    differ where their media begin."""
     at = 0
     for run in runs:
         parts: list[Segment] = []
@@ -65,4 +87,5 @@ def cut_runs(runs: list[list[Segment]], cuts: set[int]) -> Iterator[list[Segment
 def slice_of(s: Segment, a: int, b: int) -> Segment:
     logprobs = None if s.logprobs is None else s.logprobs[a:b]
     side = {name: channel[a:b] for name, channel in s.side.items()}
-    return replace(s, ids=s.ids[a:b], logprobs=logprobs, side=side, media=() if a else s.media)
+    media = tuple(m._replace(start=m.start - a) for m in s.media if a <= m.start < b)
+    return replace(s, ids=s.ids[a:b], logprobs=logprobs, side=side, media=media)

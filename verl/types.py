@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
@@ -103,18 +103,34 @@ TEMPLATE = -3
 prompt."""
 
 
+class Medium(NamedTuple):
+    """An image or another input that is not text: its features replace the embeddings of tokens of a segment."""
+
+    reference: str
+    """The hash of its content."""
+    start: int
+    """The first of its placeholder tokens, counted from the segment's first token."""
+    tokens: int
+    """The number of its placeholder tokens."""
+
+    @property
+    def end(self) -> int:
+        return self.start + self.tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
     """A run of tokens with one source and, if sampled, one weight version, or the version `TEMPLATE`.
 
     ids [t] int64; logprobs [t] float32 behaviour log-probs (only if sampled); side {name: [t, ...]} length-checked.
+    media: the only tokens that are placeholders of media; any other token is text, whatever its id is.
     """
 
     ids: np.ndarray
     source: Source
     logprobs: np.ndarray | None = None
     version: int = -1
-    media: tuple[str, ...] = ()
+    media: tuple[Medium, ...] = ()
     side: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,6 +142,17 @@ class Segment:
         for name, channel in self.side.items():
             if len(channel) != len(self.ids):
                 raise ValueError(f"side channel {name!r} has {len(channel)} rows for {len(self.ids)} tokens")
+        if self.media:
+            self._check_media()
+
+    def _check_media(self) -> None:
+        if self.source in LEARNED:
+            raise ValueError(f"a {self.source} segment has media: what is trained is text")
+        end = 0
+        for m in self.media:
+            if m.tokens < 1 or m.start < end or m.end > len(self.ids):
+                raise ValueError(f"{m}: media are in order, apart, and whole within the {len(self.ids)} tokens")
+            end = m.end
 
 
 SHAPED = frozenset({"score", "overlong_penalty", "stop_properly"})
@@ -303,7 +330,7 @@ class Sample(Facts):
     @property
     def media(self) -> tuple[str, ...]:
         """The references of its media, in order."""
-        return tuple(reference for segment in self.segments for reference in segment.media)
+        return tuple(medium.reference for segment in self.segments for medium in segment.media)
 
     @property
     def loss_tokens(self) -> int:

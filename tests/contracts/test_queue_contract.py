@@ -23,7 +23,7 @@ from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.rows import queued_samples, read_facts
 from verl.transfer_queue.shared import build as build_shared
-from verl.types import Facts, Refs, Sample, Segment, facts_of
+from verl.types import Facts, Medium, Refs, Sample, Segment, facts_of
 
 SMALL = 64 << 20  # bytes of shared memory
 
@@ -199,10 +199,12 @@ def test_everything_of_a_sample_is_a_column_and_comes_back(queue):
     rich = replace(
         sample("rich"),
         segments=(
-            Segment(ids=np.array([7, 7, 1]), source="prompt", media=("sha256:cat", "sha256:dog")),
+            Segment(
+                ids=np.array([7, 7, 1]), source="prompt", media=(Medium("sha256:cat", 0, 1), Medium("sha256:dog", 1, 2))
+            ),
             Segment(ids=np.array([3, 4]), source="sampled", side={"routed": routed}, **drawn),
             Segment(ids=np.zeros(0, np.int64), source="env"),
-            Segment(ids=np.array([9]), source="env", media=("sha256:plot",)),
+            Segment(ids=np.array([9]), source="env", media=(Medium("sha256:plot", 0, 1),)),
             Segment(ids=np.array([5, 6]), source="sampled", **{**drawn, "version": 5}),
         ),
         components={"acc": 1.0, "format": 0.5},

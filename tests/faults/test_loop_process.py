@@ -30,7 +30,7 @@ from verl.rollout.base import Completion, GenerateRequest, ReplicaLost
 from verl.sandbox import companion
 from verl.sandbox.companion import FrameChannel
 from verl.sandbox.messages import LENGTH
-from verl.types import Sampling, Task
+from verl.types import Medium, Sampling, Task
 
 PROMPT = np.arange(7, dtype=np.int64)
 MOST = 64
@@ -189,7 +189,9 @@ def task_of(agent: str = "", name: str = "t") -> Task:
 
 def manager_of(engine: Any) -> ServerManager:
     sampling = Sampling(max_tokens=MOST, temperature=0.7)
-    return ServerManager(engine, sampling, (1, "t", 0), prefix_key="g1", media=("picture",), credits_turns=True)
+    return ServerManager(
+        engine, sampling, (1, "t", 0), prefix_key="g1", media=(Medium("picture", 0, 1),), credits_turns=True
+    )
 
 
 async def played(loop: AgentLoopBase, **row: Any) -> Any:

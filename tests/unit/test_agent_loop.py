@@ -24,7 +24,7 @@ from verl.agent_loop.base import (
 )
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.rollout.base import Completion
-from verl.types import Sampling
+from verl.types import Medium, Sampling
 
 SAMPLING = Sampling(max_tokens=50, temperature=0.8, stop=("</answer>",), stop_token_ids=(7,))
 PROMPT = [1, 2, 3]
@@ -218,9 +218,9 @@ def test_media_and_side_channels_follow_the_tokens() -> None:
         ),
     ):
         made = manager(*calls)
-        made.media = ("ab12", "cd34")
+        made.media = (Medium("ab12", 0, 1), Medium("cd34", 1, 1))
         prompt, *rest = check_output(loop, made, 50).segments
-        assert prompt.media == ("ab12", "cd34") and not any(s.media for s in rest)
+        assert prompt.media == made.media and not any(s.media for s in rest)
         assert [s.side["experts"][:, 0].tolist() if s.side else None for s in rest] == expected
 
 
@@ -231,7 +231,8 @@ def test_the_engine_is_told_adapter_media_and_prefix_key() -> None:
             return await super().generate(request)
 
     engine = Listening([5])
-    server = ServerManager(engine, SAMPLING, seed_parts=("s",), prefix_key="g", parameters="math", media=("ab12",))
+    given = {"prefix_key": "g", "parameters": "math", "media": (Medium("ab12", 0, 1),)}
+    server = ServerManager(engine, SAMPLING, seed_parts=("s",), **given)
     asyncio.run(server.generate("r", prompt_ids=PROMPT, sampling_params={}))
     assert engine.inputs == ("g", "math", ("ab12",))
 

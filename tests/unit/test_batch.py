@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from verl.batch import (
     Batch,
     Columns,
+    concat,
     exactly,
     loss_index,
     make_microbatches,
@@ -20,7 +21,7 @@ from verl.batch import (
     select_rows,
     unshare,
 )
-from verl.types import Sample, Segment
+from verl.types import Medium, Sample, Segment
 
 VOCAB = 5  # few ids, so that equal segments and duplicated rows are common
 
@@ -228,17 +229,54 @@ def test_spans_of_several_versions_are_one_run():
 def test_equal_ids_with_other_media_or_another_adapter_are_not_one_prompt():
     """Two images are the same placeholder ids: what is shared by ids alone would answer one about the other."""
 
-    def seen(*media: str) -> Segment:
-        return Segment(ids=np.array([7, 7, 1]), source="prompt", media=media)
+    def seen(name: str) -> Segment:
+        return Segment(ids=np.array([7, 7, 1]), source="prompt", media=(Medium(name, 0, 2),))
 
     given = (("a", "cat", 2), ("same", "cat", 3), ("b", "dog", 2))
     a, same, b = (sample(name, seen(media), sampled([answer])) for name, media, answer in given)
     batch = pack([a, same, b])
-    assert batch.num_tokens == 2 * 3 + 3 and batch.media == (("cat",), (), (), ("dog",), ())
-    assert select_rows(batch, np.array([2])).media == (("dog",), ())
-    assert unshare(batch).media == (("cat",), ("cat",), ("dog",))
+    assert batch.num_tokens == 2 * 3 + 3 and named(batch) == [*CAT, *"...", *DOG, *".."]
+    assert named(select_rows(batch, np.array([2]))) == [*DOG, *".."]
+    assert named(unshare(batch)) == [*CAT, *"..", *CAT, *"..", *DOG, *".."]
+    text = sample("c", prompt(1), sampled([2]))
+    joined = concat([pack([b]), pack([text]), batch])
+    assert named(joined) == [*DOG, *"....", *named(batch)] and joined.media.references == ("dog", "cat")
     assert pack([a, replace(same, adapter="lora")]).num_tokens == 8 and pack([a, same]).num_tokens == 5
-    assert pack([sample("c", prompt(1), sampled([2]))]).media == ()
+    assert pack([text]).media is select_rows(joined, np.array([1])).media is None
+
+
+CAT, DOG = ([(name, 0), (name, 1)] for name in ("cat", "dog"))
+
+
+def named(batch: Batch) -> list[object]:
+    """Return for each token (reference, feature) of its medium, or "." for text."""
+    media = batch.media
+    assert media is not None
+    return [(media.references[m], f) if m >= 0 else "." for m, f in zip(media.medium.tolist(), media.feature.tolist())]
+
+
+def test_rows_of_a_trajectory_are_cut_where_their_media_begin_to_differ():
+    """Two images of unlike sizes have equal placeholder ids up to the end of the shorter one."""
+
+    def row(name: str, later: Medium, tokens: int) -> Sample:
+        first = Segment(ids=np.array([1, 7, 7, 2]), source="prompt", media=(Medium("cat", 1, 2),))
+        seen = Segment(ids=np.array([3, *[7] * tokens, 4]), source="env", media=(later,))
+        return replace(sample(name, first, sampled([5]), seen, sampled([6])), trajectory_id="t")
+
+    batch = pack([row("a", Medium("dog", 1, 2), 2), row("b", Medium("fox", 1, 3), 3)])
+    fox = [("fox", k) for k in range(3)]
+    assert named(batch) == [".", *CAT, *"...", *DOG, *"..", *fox, *".."]
+    assert named(unshare(batch)) == [".", *CAT, *"...", *DOG, *"..", ".", *CAT, *"...", *fox, *".."]
+
+
+@pytest.mark.parametrize("at", [(0, 0), (-1, 1), (1, 3)], ids=str)
+def test_media_are_whole_and_never_sampled(at: tuple[int, int]):
+    with pytest.raises(ValueError, match="media are in order, apart, and whole within the 3 tokens"):
+        Segment(ids=np.arange(3), source="prompt", media=(Medium("cat", *at),))
+    with pytest.raises(ValueError, match="in order"):
+        Segment(ids=np.arange(3), source="env", media=(Medium("cat", 0, 2), Medium("dog", 1, 1)))
+    with pytest.raises(ValueError, match="a sampled segment has media: what is trained is text"):
+        replace(sampled([2]), media=(Medium("cat", 0, 1),))
 
 
 def test_versions_of_spans_and_side_channels_are_columns_of_the_loss_tokens():

@@ -26,7 +26,7 @@ from verl.driver.state import (
     save_group,
     write_state,
 )
-from verl.types import Group, Invalid, Sampling, Score, Segment, Task, Trajectory
+from verl.types import Group, Invalid, Medium, Sampling, Score, Segment, Task, Trajectory
 
 TASK = Task(task_id="t7", index=7, messages=(), prompt_ids=np.array([1, 2]))
 
@@ -43,7 +43,7 @@ def trajectory(index: int, reward, **more) -> Trajectory:
         attempt=0,
         sampling=Sampling(max_tokens=9, temperature=0.7, stop=("x",), stop_token_ids=(3,)),
         segments=(
-            Segment(ids=np.array([1, 2]), source="prompt", media=("sha256:cat",)),
+            Segment(ids=np.array([1, 2]), source="prompt", media=(Medium("sha256:cat", 0, 2),)),
             Segment(ids=np.array([5, 6]), version=3, side={"routed": routed}, **drawn),
             Segment(ids=np.array([8, 9]), version=4, side={"routed": routed + 1}, **drawn),
         ),

@@ -31,7 +31,7 @@ from verl.rollout.base import ReplicaLost
 from verl.track.metrics import reduce
 from verl.track.samples import read_samples
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Invalid, Purpose, Ref, Refs, Sample, Score, Segment, Trajectory
+from verl.types import Invalid, Medium, Purpose, Ref, Refs, Sample, Score, Segment, Trajectory
 from verl.workers.waits import Waits
 
 
@@ -426,7 +426,9 @@ def test_the_recorder_writes_every_row_with_its_columns(tmp_path):
     assert row.stop_reason == "length"
 
 
-@pytest.mark.parametrize("more", [{}, {"media": ("image",)}, {"side": {"experts": np.arange(4).reshape(2, 2)}}])
+@pytest.mark.parametrize(
+    "more", [{}, {"media": (Medium("image", 0, 2),)}, {"side": {"experts": np.arange(4).reshape(2, 2)}}]
+)
 def test_a_recorded_row_is_the_sample_again(more, tmp_path):
     """The row that a replay trains on: each span has the version that sampled it, its media and its side channels."""
     first, at = ({"media": more["media"]}, {}) if "media" in more else ({}, more)

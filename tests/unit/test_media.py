@@ -22,7 +22,7 @@ from verl.transfer_queue.media import FolderMedia, MemoryMedia
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.rows import queued_samples
-from verl.types import Sample, Segment
+from verl.types import Medium, Sample, Segment
 from verl.workers.waits import Waits
 
 PICTURES = [bytes([n]) * 1000 * (n + 1) for n in range(3)]
@@ -38,13 +38,17 @@ def queue(request: pytest.FixtureRequest) -> Iterator[TransferQueue]:
     yield MemoryQueue() if request.param == "memory" else shared.build(Shared(max_bytes=1 << 22))
 
 
-def sample(name: str, *media: str, later: str = "") -> Sample:
+def sample(name: str, *names: str, later: str = "") -> Sample:
     segments = (
-        Segment(ids=np.array([1, 2]), source="prompt", media=media),
+        Segment(ids=np.array([1, 2]), source="prompt", media=media(*names)),
         Segment(ids=np.array([5]), source="sampled", logprobs=np.zeros(1, np.float32), version=0),
-        Segment(ids=np.array([7]), source="env", media=(later,) if later else ()),
+        Segment(ids=np.array([7]), source="env", media=media(later) if later else ()),
     )
     return Sample(sample_id=name, trajectory_id=name, group_id="g", purpose="train", segments=segments)
+
+
+def media(*names: str) -> tuple[Medium, ...]:
+    return tuple(Medium(name, i, 1) for i, name in enumerate(names))
 
 
 def stored(store: MediaStore | None) -> MediaStore:
@@ -127,7 +131,7 @@ def test_rows_keep_the_media_that_they_refer_to(queue: TransferQueue) -> None:
         a, b = (store.put(picture, "the loop") for picture in PICTURES[:2])
         refs = await rows.put([sample("one", a), sample("two", a, later=b), sample("text")])
         store.drop(["the loop"])
-        assert [s.segments[0].media for s in queued_samples(queue, refs)] == [(a,), (a,), ()]
+        assert [s.segments[0].media for s in queued_samples(queue, refs)] == [media(a), media(a), ()]
         assert len(store) == 2 and store.get(b) == PICTURES[1]
         rows.drop(type(refs)(ref for ref in refs if ref.sample_id == "two"))
         assert len(store) == 1 and store.get(a) == PICTURES[0], "the other row refers to it"
@@ -171,7 +175,7 @@ def test_recorded_rows_are_replayed_with_their_media(queue: TransferQueue, tmp_p
         again = [recorded_sample(row, reads_feedback=False) for row in read_samples(tmp_path, 1)]
         refs = await put_recorded(rows, again, kept)
         found = {s.sample_id: [part.media for part in s.segments] for s in queued_samples(queue, refs)}
-        assert found == {"one": [(a,), (), ()], "two": [(a,), (), (b,)]}
+        assert found == {"one": [media(a), (), ()], "two": [media(a), (), media(b)]}
         assert (store.get(a), store.get(b)) == tuple(PICTURES[:2])
         rows.drop(refs)
         assert len(store) == 0 and len(kept) == 2, "the record keeps them"

@@ -22,7 +22,7 @@ import numpy as np
 from verl.agent_loop.templates import RendersMessages
 from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Completion, GenerateRequest, Generates
-from verl.types import TEMPLATE, Sampling, Segment, StopReason, Task, as_ids, derive_seed
+from verl.types import TEMPLATE, Medium, Sampling, Segment, StopReason, Task, as_ids, derive_seed
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class ServerManager:
     seed_parts: Sequence[object]
     prefix_key: str | None = None
     parameters: str = POLICY_SET.id
-    media: tuple[str, ...] = ()
+    media: tuple[Medium, ...] = ()
     max_turns: int | None = None
     credits_turns: bool = False
     wall_s: float = math.inf
@@ -220,7 +220,7 @@ class ServerManager:
 
     def request(self, request_id: str, ids: np.ndarray, sampling: Sampling) -> GenerateRequest:
         """Return a request to the engine, with the prefix key, the parameter set and the media of this trajectory."""
-        key, parameters, media = self.prefix_key, self.parameters, self.media
+        key, parameters, media = self.prefix_key, self.parameters, tuple(m.reference for m in self.media)
         return GenerateRequest(request_id, ids, sampling, prefix_key=key, parameters=parameters, media=media)
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:

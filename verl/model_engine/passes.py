@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from verl.accel.families import FUSED_TYPES
-from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
+from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of, unshare
+from verl.errors import Refused
+from verl.media_tokens import MediaTokens
 from verl.model_engine.base import StepOutput
 from verl.model_engine.compute_copy import ComputeCopy
 from verl.model_engine.lm_head import LM_OUTPUTS, allocate_outputs, lm_outputs, store_outputs
@@ -25,6 +27,8 @@ from verl.model_engine.local_model import LocalModel
 from verl.model_engine.objective import reduce_terms
 from verl.model_engine.pending import Pending, read_pending
 from verl.model_engine.sharded_copy import ShardedCopy
+from verl.model_engine.vision import Vision
+from verl.models.multimodal import family_of
 from verl.nn import attention
 from verl.nn.compiled import CompiledLayers
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
@@ -66,6 +70,8 @@ class Passes:
         self._copy = self._compute_copy() if self._precision.copies else None
         self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self.models_attention = local.model.config._attn_implementation or "eager"
+        family = family_of(local.model.config)
+        self._vision = None if family is None else Vision(local.model, family)
         self.compiled = CompiledLayers() if settings.compile else None
         self._own_forward()
         self._teacher = settings.teacher and settings.teacher.moved_to(
@@ -77,7 +83,8 @@ class Passes:
         """Replace the model's attention by the packed one, and its norms, gates and rotations by fused ones."""
         if self.packed:
             attention.register_attention()
-            self.local.model.set_attn_implementation(attention.PACKED)
+            packed = attention.PACKED if self._vision is None else {"text_config": attention.PACKED}
+            self.local.model.set_attn_implementation(packed)
         known = fuse(
             self.local.model, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing != "none"
         )
@@ -231,6 +238,9 @@ class Passes:
         limit = self.local.row_limit
         if limit is not None and (tokens := int(batch.positions.max()) + 1) > limit:
             raise ValueError(f"a row has {tokens} tokens; the model's RoPE is fixed for {limit} in this run")
+        if batch.media is not None and self._vision is None:
+            what = type(self.local.model).__name__
+            raise Refused(f"the rows of a pass have {len(batch.media.references)} media, and {what} reads text alone")
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)
 
     def _autocast(self) -> AbstractContextManager[None]:
@@ -239,12 +249,16 @@ class Passes:
         return computing_in(self.compute, self._precision.master, self.local.device)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
-        return self._states(batch.ids, batch.positions, attention.plan_attention(batch, self.local.device))
+        plan = attention.plan_attention(batch, self.local.device)
+        positions = batch.positions if self._vision is None else self._vision.positions(batch.positions)
+        return self._states(batch.ids, positions, plan, batch.media)
 
-    def _states(self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan) -> Tensor:
+    def _states(
+        self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, media: MediaTokens | None = None
+    ) -> Tensor:
         with self._autocast():
-            out = self.local.model.base_model(
-                **self._entry(ids),
+            out = self._decoder(
+                **self._entry(ids, media),
                 position_ids=positions[..., None, :].to(self.local.device),
                 use_cache=False,
                 verl_plan=plan,
@@ -260,15 +274,31 @@ class Passes:
             return {}
         return {"attention_mask": torch.ones(1, tokens, dtype=torch.bool, device=self.local.device)}
 
-    def _entry(self, ids: Tensor) -> dict[str, Tensor]:
-        return {"input_ids": ids[None].to(self.local.device)}
+    def _entry(self, ids: Tensor, media: MediaTokens | None = None) -> dict[str, Any]:
+        return self._inputs(ids[None], media)
+
+    def _inputs(self, ids: Tensor, media: MediaTokens | None) -> dict[str, Any]:
+        """Return the inputs of the decoder for ids [B, W] with the media of these tokens."""
+        given = ids.to(self.local.device)
+        if media is None:
+            return {"input_ids": given}
+        assert self._vision is not None
+        return self._vision.inputs(given, media)
+
+    @property
+    def _decoder(self) -> Any:
+        """The model without its head; of a model that reads images its language model."""
+        return self.local.model.base_model if self._vision is None else self._vision.language
 
     def _hidden_padded(self, batch: Batch) -> Tensor:
         """Return the hidden states [T, H] through one padded row per sequence; for a shared token that of its last
         row."""
         ids, place, origin = padded_rows(batch)
-        device = self.local.device
+        device, media, places = self.local.device, None, {}
+        if self._vision is not None:
+            media, positions = self._vision.padded(unshare(batch), place)
+            places["position_ids"] = positions.to(device)
         with self._autocast():  # without a mask: padding is last, where causal attention ignores it
-            out = self.local.model.base_model(input_ids=ids.to(device), use_cache=False).last_hidden_state
+            out = self._decoder(**self._inputs(ids, media), **places, use_cache=False).last_hidden_state
         found: Tensor = out[place.to(device)].index_select(0, origin.to(device))
         return found

@@ -24,6 +24,7 @@ from verl.batch import Batch, part_of
 from verl.checkpoint.adapter_export import ADAPTER_SCORE
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.errors import Refused
+from verl.media_tokens import MediaTokens
 from verl.model_engine.base import StepOutput, WeightPart
 from verl.model_engine.hf_parts import Index
 from verl.model_engine.layout import Layout, layers_of_stages
@@ -206,8 +207,8 @@ class StagePasses(ShardedPasses):
         _, found = self._through(batch, fn, *args)
         return found if self.local.is_last else {}
 
-    def _entry(self, ids: Tensor) -> dict[str, Tensor]:
-        return super()._entry(ids) if self._came is None else {"inputs_embeds": self._came[None]}
+    def _entry(self, ids: Tensor, media: MediaTokens | None = None) -> dict[str, Any]:
+        return super()._entry(ids, media) if self._came is None else {"inputs_embeds": self._came[None]}
 
     # -- weights that two stages hold ----------------------------------------------------------------------------------
 

@@ -232,6 +232,11 @@ class ShardedPasses(Passes):
     def __init__(self, local: ShardedModel) -> None:
         super().__init__(local)
         self._layout = local.layout
+        if self._vision is not None:
+            what = type(local.model).__name__
+            raise Refused(
+                f"{what} reads images, and ranks do not divide such a model; use one rank (model.engine=torch)"
+            )
 
     def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
         """Return the rows of each pass. Every rank has as many passes as the rank that needs most; some may have no

@@ -16,7 +16,7 @@ import torch
 from verl.batch import Ragged, pack
 from verl.columns import SIDE, declared
 from verl.transfer_queue.base import TransferQueue
-from verl.types import LEARNED, TEMPLATE, Facts, Ref, Refs, Sample, Segment, Source, facts_of
+from verl.types import LEARNED, TEMPLATE, Facts, Medium, Ref, Refs, Sample, Segment, Source, facts_of
 
 SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env", "stored")
 ALWAYS, SOMETIMES = ("ids", "segments", "rollout_logprobs"), ("context", "extras")
@@ -26,10 +26,10 @@ _CODE = {source: i for i, source in enumerate(SOURCES)}
 
 
 class _Extras(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Media references and side-channel positions of a row's segments; written only for rows that have some."""
+    """Media and side-channel positions of a row's segments; written only for rows that have some."""
 
-    media: dict[int, tuple[str, ...]] = {}
-    """Position of a segment -> its references."""
+    media: dict[int, tuple[Medium, ...]] = {}
+    """Position of a segment -> its media."""
     side: dict[str, tuple[int, ...]] = {}
     """Channel -> the segments that have it."""
 

@@ -1,0 +1,141 @@
+"""Models that read images: every way to compute a batch has the log-probs and gradients of transformers, row by row."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from vision import GRIDS, KINDS, drawn, model, own_logprobs, pictures, rows, seen
+
+from verl.algorithms.losses import nll
+from verl.batch import Batch, pack, select_rows
+from verl.media_tokens import Picture
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
+from verl.model_engine.torch_engine import TorchEngine
+from verl.models.multimodal import with_pictures
+from verl.models.tiny import character_tokenizer, qwen3
+from verl.objective import Term
+from verl.types import Medium, Sample, Segment
+
+NLL = (Term(name="loss", fn=nll),)
+PATHS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "few tokens in a pass": {"max_tokens_per_microbatch": 40},
+    "not shared": {"share_prefix": False},
+    "padded": {"share_prefix": False, "attention_mode": "padded"},
+    "padded after sharing": {"attention_mode": "padded"},
+    "checkpointed": {"gradient_checkpointing": "full"},
+}
+
+
+@cache
+def made(kind: str) -> Any:
+    return model(kind)
+
+
+@cache
+def expected(kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the log-probs of each row, and the gradients, by transformers."""
+    reference, found, content = copy.deepcopy(made(kind)), [], pictures()
+    for row, weights in zip(rows(), shares()):
+        logprobs = own_logprobs(reference, row, content)
+        (-(logprobs * weights).sum()).backward()
+        found.append(logprobs.detach())
+    return found, {n: p.grad for n, p in reference.named_parameters()}
+
+
+def shares() -> list[Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return [torch.rand(row.loss_tokens, generator=rng) for row in rows()]
+
+
+def batch_of(config: Any, first: int = 0, *, share_prefix: bool = True) -> Batch:
+    """Return the rows from `first` on, packed for a model."""
+    batch = pack(rows()[first:], share_prefix=share_prefix)
+    return with_pictures(batch, pictures(), config).with_columns({"w/loss": torch.cat(shares()[first:])})
+
+
+def engine_of(kind: str, **settings: Any) -> TorchEngine:
+    return TorchEngine(
+        copy.deepcopy(made(kind)),
+        EngineSettings(dtype="float32", optim=OptimSpec(lr=0.1, weight_decay=0.0), **settings),
+    )
+
+
+def gradients(engine: TorchEngine, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    out = engine.forward_backward(batch, NLL, extra_outputs=("logprobs",))
+    return out.columns["logprobs"], {n: p.grad for n, p in engine.model.named_parameters()}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_path_has_the_logprobs_and_gradients_of_transformers(kind: str, path: str) -> None:
+    engine = engine_of(kind, **PATHS[path])
+    own, own_gradients = expected(kind)
+    shared = PATHS[path].get("share_prefix", True)
+    logprobs, found = gradients(engine, batch_of(engine.model.config, share_prefix=shared))
+    torch.testing.assert_close(logprobs, torch.cat(own), rtol=0, atol=2e-5)
+    for name, gradient in own_gradients.items():
+        assert gradient.abs().max() > 1e-4, name
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(
+            found[name] / scale, gradient / scale, rtol=0, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize(
+    "settings, passes", [({}, 1), ({"attention_mode": "padded"}, 1), ({"max_tokens_per_microbatch": 40}, 2)]
+)
+def test_an_image_is_encoded_once_in_a_pass(settings: dict[str, Any], passes: int) -> None:
+    engine, encoded = engine_of("qwen2_5_vl", **settings), list[list[list[int]]]()
+    tower = engine.model.model.visual
+    tower.register_forward_pre_hook(lambda _, args, given: encoded.append(given["grid_thw"].tolist()), with_kwargs=True)
+    gradients(engine, batch_of(engine.model.config))
+    for grids in encoded:
+        assert len({tuple(grid) for grid in grids}) == len(grids), "the images differ in size: none is there twice"
+    assert len(encoded) == passes and {tuple(g) for grids in encoded for g in grids} == {*GRIDS.values()}
+
+
+def test_rows_without_images_leave_the_tower_alone() -> None:
+    engine = engine_of("qwen3_vl")
+    own, _ = expected("qwen3_vl")
+    logprobs, found = gradients(engine, batch_of(engine.model.config, 5))
+    torch.testing.assert_close(logprobs, torch.cat(own[5:]), rtol=0, atol=2e-5)
+    assert {n for n, g in found.items() if g is None} == {n for n in found if ".visual." in n}
+    assert engine.check_packing(share_prefix=True) < 1e-4
+    whole = batch_of(engine.model.config)
+    part = select_rows(whole, np.arange(5, 7))
+    assert part.media is None and torch.equal(part.positions, whole.positions[:, -part.num_tokens :])
+    torch.testing.assert_close(engine.infer(part, ("logprobs",))["logprobs"], logprobs)
+
+
+def test_images_that_a_model_cannot_read_are_refused() -> None:
+    config, text = made("qwen2_vl").config, TorchEngine(qwen3(character_tokenizer("ab"), layers=1), EngineSettings())
+    with pytest.raises(ValueError, match="the rows of a pass have 3 media, and Qwen3ForCausalLM reads text alone"):
+        text.infer(batch_of(config), ("logprobs",))
+    with pytest.raises(ValueError, match="model_type 'qwen3' has no row for images; those with one are qwen2_vl"):
+        batch_of(text.model.config)
+    short = Segment(ids=np.array([1, 60, 60]), source="prompt", media=(Medium("cat", 1, 2),))
+    sample = Sample(sample_id="s", trajectory_id="s", group_id="g", purpose="train", segments=(short, drawn(5)))
+    with pytest.raises(ValueError, match="image cat has 6 tokens by its size, and 2 placeholders"):
+        with_pictures(pack([sample]), pictures(), config)
+
+
+def test_neighbouring_images_without_text_between_them_have_positions_of_their_own() -> None:
+    """Two copies of one image, side by side: the second begins where the first ends."""
+    both = Segment(ids=np.full(12, 60), source="prompt", media=(Medium("cat", 0, 6), Medium("cat", 6, 6)))
+    sample = Sample(sample_id="s", trajectory_id="s", group_id="g", purpose="train", segments=(both, drawn(5)))
+    content = {"cat": Picture(patches=torch.zeros(24, 12), grid=(1, 4, 6))}
+    batch = with_pictures(pack([sample]), content, made("qwen2_vl").config)
+    assert batch.positions.tolist() == [
+        [0] * 6 + [3] * 6 + [6],
+        [0, 0, 0, 1, 1, 1, 3, 3, 3, 4, 4, 4, 6],
+        [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6],
+    ]
+    assert seen([1]).media == ()

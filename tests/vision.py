@@ -1,0 +1,133 @@
+"""Tiny random models that read images, and rows with images of unequal size, for tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+
+from verl.media_tokens import Picture
+from verl.types import Medium, Sample, Segment
+
+VOCAB, START, END, IMAGE, VIDEO, SPARE = 64, 58, 59, 60, 61, 62
+"""The size of the vocabulary, its special tokens, and a token that no row has."""
+_TEXT: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    max_position_embeddings=128,
+    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+    initializer_range=0.2,
+)
+_TOWER: dict[str, Any] = dict(depth=2, num_heads=2, patch_size=2, temporal_patch_size=1, initializer_range=0.2)
+_IDS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=START, vision_end_token_id=END)
+_KINDS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration, {}, {"embed_dim": 16, "hidden_size": 32}),
+    "qwen2_5_vl": (
+        Qwen2_5_VLConfig,
+        Qwen2_5_VLForConditionalGeneration,
+        {},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": 32,
+            "window_size": 8,
+            "fullatt_block_indexes": [1],
+        },
+    ),
+    "qwen3_vl": (
+        Qwen3VLConfig,
+        Qwen3VLForConditionalGeneration,
+        {"head_dim": 16},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
+}
+KINDS = tuple(_KINDS)
+GRIDS = {"cat": (1, 4, 6), "dog": (1, 2, 8), "fox": (1, 6, 4)}
+"""The rows and columns of patches of each image: four patches are one token."""
+
+
+def model(kind: str) -> Any:
+    config, make, text, tower = _KINDS[kind]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return make(config(text_config=_TEXT | text, vision_config=_TOWER | tower, **_IDS)).float()
+
+
+def pictures() -> dict[str, Picture]:
+    rng = torch.Generator().manual_seed(0)
+    return {n: Picture(patches=torch.randn(g[1] * g[2], 12, generator=rng), grid=g) for n, g in GRIDS.items()}
+
+
+def seen(text: list[int], *names: str, source: Any = "prompt") -> Segment:
+    """Return a segment of text with these images after its first token."""
+    ids, media = text[:1], list[Medium]()
+    for name in names:
+        tokens = GRIDS[name][1] * GRIDS[name][2] // 4
+        media.append(Medium(name, len(ids) + 1, tokens))
+        ids = [*ids, START, *[IMAGE] * tokens, END]
+    return Segment(ids=np.array([*ids, *text[1:]]), source=source, media=tuple(media))
+
+
+def drawn(*ids: int) -> Segment:
+    return Segment(ids=np.array(ids), source="sampled", logprobs=np.zeros(len(ids), np.float32), version=0)
+
+
+def rows() -> list[Sample]:
+    """Return rows with 0, 1, 2 and 3 images, several turns, and a placeholder that the policy sampled."""
+    one, three, text = seen([1, 2, 3], "cat"), seen([4, 5], "fox", "cat", "dog"), seen([6, 7, 8])
+    later = seen([9, 10, 11], "dog", source="env")
+    given = [
+        ("a", (one, drawn(12, 13))),
+        ("a", (one, drawn(14, IMAGE, 15, 16))),
+        ("a", (one, drawn(17), later, drawn(18, 19))),
+        ("b", (three, drawn(20, 21, 22))),
+        ("b", (three, drawn(20, 23))),
+        ("c", (text, drawn(24, IMAGE, IMAGE))),
+        ("c", (text, drawn(START, 25))),
+    ]
+    names = [{"sample_id": str(i), "trajectory_id": str(i), "group_id": group} for i, (group, _) in enumerate(given)]
+    return [Sample(**name, purpose="train", segments=row) for name, (_, row) in zip(names, given)]
+
+
+def own_logprobs(model: Any, sample: Sample, content: dict[str, Picture]) -> Tensor:
+    """Return the log-probs of a row's sampled tokens by the forward pass of transformers. It finds images by token id,
+    so images get the id `SPARE` here, and a sampled placeholder is text."""
+    model.config.image_token_id = SPARE
+    ids, kind, sampled, at = sample_ids(sample), np.zeros(sample.total_tokens, np.int64), [], 0
+    for s in sample.segments:
+        for m in s.media:
+            ids[at + m.start : at + m.end], kind[at + m.start : at + m.end] = SPARE, 1
+        sampled += range(at, at + len(s.ids)) if s.source == "sampled" else ()
+        at += len(s.ids)
+    given: dict[str, Any] = {"input_ids": torch.from_numpy(ids)[None], "use_cache": False}
+    if sample.media:
+        given["pixel_values"] = torch.cat([content[name].patches for name in sample.media])
+        given["image_grid_thw"] = torch.tensor([content[name].grid for name in sample.media])
+        given["mm_token_type_ids"] = torch.from_numpy(kind)[None]
+    logits = model(**given).logits[0].log_softmax(-1)
+    own: Tensor = logits[torch.tensor(sampled) - 1, torch.from_numpy(sample_ids(sample))[sampled]]
+    return own
+
+
+def sample_ids(sample: Sample) -> np.ndarray:
+    return np.concatenate([s.ids for s in sample.segments])

@@ -1,0 +1,67 @@
+"""The inputs of a language model for batches with images: text embeddings, with the features of the vision tower in
+place of the embeddings of placeholders.
+
+The place of a feature is that of `MediaTokens`. Token ids are never compared with those of placeholders: a placeholder
+that the policy sampled is text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.batch import Batch
+from verl.media_tokens import MediaTokens
+from verl.models.multimodal import ImageFamily
+
+
+class Vision:
+    """The vision part of a model, and the language model behind it."""
+
+    def __init__(self, model: Any, family: ImageFamily) -> None:
+        self._base, self._axes = model.base_model, family.axes
+        self.language: Any = self._base.get_submodule(family.language)
+
+    def positions(self, positions: Tensor) -> Tensor:
+        """Return positions [axes, ..., T] of positions [T] of text, or of [axes, ..., T]."""
+        return positions if positions.dim() > 1 else positions.expand(self._axes, -1)
+
+    def padded(self, flat: Batch, place: Tensor) -> tuple[MediaTokens | None, Tensor]:
+        """Return the media and the positions [axes, R, W] of padded rows. flat: the batch with one segment per row;
+        place [R, W]: True where a token is, False at padding."""
+        positions = torch.zeros((self._axes, *place.shape), dtype=torch.int64)
+        positions[:, place] = self.positions(flat.positions)
+        if flat.media is None:
+            return None, positions
+        medium, feature = torch.full(place.shape, -1), torch.zeros(place.shape, dtype=torch.int64)
+        medium[place], feature[place] = flat.media.medium, flat.media.feature
+        return replace(flat.media, medium=medium, feature=feature), positions
+
+    def inputs(self, ids: Tensor, media: MediaTokens) -> dict[str, Tensor | list[Tensor]]:
+        """Return the inputs of the language model for token ids [B, W] with the media of these tokens. Each image is
+        encoded once, and gets the sum of the gradients of all its tokens."""
+        device = ids.device
+        features, deeper = self._encode(media, device)
+        medium, feature = (x.view(ids.shape).to(device) for x in (media.medium, media.feature))
+        here = medium >= 0
+        lengths = torch.tensor([len(f) for f in features], device=device)
+        first = lengths.cumsum(0) - lengths
+        index = (first[medium.clamp(min=0)] + feature)[here]
+        embeddings = self.language.get_input_embeddings()(ids)
+        seen = torch.cat(features).index_select(0, index).to(embeddings.dtype)
+        found: dict[str, Tensor | list[Tensor]] = {"inputs_embeds": embeddings.masked_scatter(here[..., None], seen)}
+        if deeper:
+            found["visual_pos_masks"] = here
+            found["deepstack_visual_embeds"] = [states.index_select(0, index) for states in deeper]
+        return found
+
+    def _encode(self, media: MediaTokens, device: torch.device) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Return the features [n, H] of each image, and those that layers of the decoder add, of all images [N, H]."""
+        pictures = [media.pictures[name] for name in media.references]
+        patches = torch.cat([picture.patches for picture in pictures]).to(device)
+        grid = torch.tensor([picture.grid for picture in pictures], device=device)
+        out = self._base.get_image_features(patches, grid, return_dict=True)
+        deeper = [torch.cat(states) for states in vars(out).get("deepstack_features") or ()]
+        return out.pooler_output, deeper
