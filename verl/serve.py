@@ -85,7 +85,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
         template_lines,
         with_native_dtype,
     )
-    from verl.model_engine.hf_model import load_causal_lm
+    from verl.model_engine.quantised_parts import load_dequantised
     from verl.rollout.server.app import make_app, run_app
     from verl.rollout.server.service import Service
     from verl.rollout.server.texts import Texts
@@ -100,7 +100,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
     engine = rollout_engine(config, tokenizer, device_of(config))
     try:
         folder = Path(config.model.path)
-        module = load_causal_lm(folder, trust_remote_code=config.model.trust_remote_code)
+        module = load_dequantised(folder, trust_remote_code=config.model.trust_remote_code)
         await engine.load_weights(FolderWeights(module))
         vocab_size = module.config.get_text_config().vocab_size
         del module

@@ -5,10 +5,14 @@ import json
 import numpy as np
 import pytest
 import torch
+from quantised import quantised_copy
 from safetensors.torch import load_file
-from small_runs import metrics_of, small_run, tensors_of
+from small_runs import REWARD, metrics_of, small_run, tensors_of
 
+from verl.cli import main
 from verl.model_engine.lora import read_lora
+from verl.model_engine.merging import write_merged
+from verl.model_engine.quantised_parts import load_dequantised
 
 LORA = ("model.lora.rank=4", "model.lora.alpha=8", "optim.lr=3e-3")
 
@@ -76,13 +80,39 @@ def test_ppo_trains_critic_and_policy_on_one_base(tmp_path, tiny_model, arithmet
     assert unlike, "each role has factors of its own"
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "folder in int8"])
 def test_ppo_on_a_quantised_base(tmp_path, tiny_model, arithmetic_data, kind):
-    more = ("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1", f"model.quantization={kind}")
-    small_run(tmp_path, tiny_model, arithmetic_data[:1], *LORA, *more)
+    more, base = ("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1"), tiny_model
+    if kind == "nf4":
+        more += ("model.quantization=nf4",)
+    else:
+        base = quantised_copy(tiny_model, tmp_path / "int8", "int8")
+    small_run(tmp_path, base, arithmetic_data[:1], *LORA, *more)
     found = metrics_of(tmp_path / "r")
     for step in (1, 2, 3):
         assert found[step]["critic/grad_norm"] > 0 and found[step]["actor/grad_norm"] > 0
         assert found[step]["mismatch/max_abs_dlogp"] < 2e-5, "the rollout has the dequantised base"
     assert found[1]["actor/kl_loss"] == 0 < found[3]["actor/kl_loss"]
-    assert found[2]["sync/bytes"] == adapter_bytes(tmp_path / "r" / "checkpoints" / "step_3" / "hf")
+    checkpoint = tmp_path / "r" / "checkpoints" / "step_3" / "hf"
+    assert found[2]["sync/bytes"] == adapter_bytes(checkpoint)
+    if base != tiny_model:
+        merged_of_codes(tmp_path, checkpoint, base, arithmetic_data[1])
+
+
+def merged_of_codes(tmp_path, checkpoint, base, rows):
+    """The adapter merged into the dequantised base is a model that is not quantised; the base itself is evaluated."""
+    merged, exact = write_merged(checkpoint, tmp_path / "merged", "float32"), load_dequantised(base)
+    assert merged == base and "quantization_config" not in (tmp_path / "merged" / "config.json").read_text()
+    lora, factors = read_lora("a", checkpoint, base)
+    name = "model.layers.0.self_attn.q_proj"
+    a, b = (factors[one] for one in lora.factors(name))
+    wanted = exact.get_submodule(name).weight + lora.scale * b @ a
+    torch.testing.assert_close(load_file(tmp_path / "merged" / "model.safetensors")[f"{name}.weight"], wanted)
+    given = (
+        f"model.path={base}",
+        f"data.eval_files=[{rows}]",
+        f"run.root_dir={tmp_path}",
+        "data.max_eval_rows=4",
+        f"reward.path={REWARD}",
+    )
+    assert main(["eval", *given, "run.name=e", "eval.max_response_tokens=4", "data.max_prompt_tokens=16"]) == 0

@@ -2,16 +2,19 @@
 cannot be trained is refused before anything starts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from each import each
 from handmade_model import write_model, write_qwen_half_billion, write_rows
+from quantised import quantised_copy
 from safetensors.torch import save_file
 
 from verl.cli import main
 from verl.config.load import load_config
+from verl.config.lora_layers import base_format
 from verl.config.model_files import describe_model
 from verl.config.validate import validate
 from verl.driver.identity import compare, identity_of, start_beside_folder
@@ -28,6 +31,14 @@ def folder(tmp_path_factory) -> Path:
     where = tmp_path_factory.mktemp("lora")
     write_qwen_half_billion(where / "qwen")
     write_model(where / "tiny")
+    write_rows(where / "train.jsonl", 64)
+    return where
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory, tiny_model) -> Path:
+    where = tmp_path_factory.mktemp("quantised")
+    quantised_copy(tiny_model, where / "int8", "int8")
     write_rows(where / "train.jsonl", 64)
     return where
 
@@ -191,6 +202,36 @@ def test_another_rank_scale_target_or_adapter_is_another_run(folder, tmp_path):
 def test_a_base_that_cannot_be_quantised_is_refused(folder, args, text):
     with pytest.raises(ValueError, match=text):
         validate(resolved_of(folder, *args).config)
+
+
+@each(
+    "args, text",
+    [
+        ((), "quantised as int8 by bitsandbytes, and codes have no gradient; train factors on it (model.lora.rank=32)"),
+        ((RANK, "model.quantization=nf4"), "is quantised as int8, and codes are not converted; leave it out"),
+        ((RANK, "rollout.engine=vllm"), "its server would read the codes"),
+        ((RANK, "rollout.dtype=fp8"), "which is quantised as int8, with rollout.dtype=fp8"),
+        ((RANK, "cluster.backend=ray", "cluster.ranks_per_node=2"), "its int8 codes are not divided among ranks"),
+        (("model.path={exact}", "algorithm.name=ppo", "critic.path={quantised}"), "critic.path="),
+    ],
+)
+def test_a_quantised_folder_is_the_base_of_lora_alone(quantised, tiny_model, args, text):
+    at = {"exact": tiny_model, "quantised": quantised / "int8"}
+    with pytest.raises(ValueError, match=re.escape(text)):
+        validate(resolved_of(quantised, *(a.format(**at) for a in args), model="int8").config)
+
+
+def test_a_quantised_folder_is_planned_as_a_base_that_is_quantised_here(quantised, tiny_model):
+    exact = planned(quantised, RANK, "model.quantization=int8", f"model.path={tiny_model}")
+    for more in ((), ("model.quantization=int8",)):
+        plan = planned(quantised, RANK, *more, model="int8")
+        assert plan.memory.items == exact.memory.items and plan.factors == exact.factors
+    trained = resolved_of(quantised, RANK, model="int8").config
+    assert base_format(trained) == "int8" and base_format(trained, str(tiny_model)) == "none"
+    validate(trained)
+    for command in ("eval", "generate"):
+        given = resolved_of(quantised, f"data.eval_files={quantised}/train.jsonl", model="int8").config
+        validate(given, command)
 
 
 @pytest.mark.parametrize("name", ["muon", "apollo", "apollo_mini"])

@@ -4,14 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+import transformers
+from quantised import quantised_copy
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from verl.config.model_files import describe_model, folder_format, read_weight_headers
+from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.hf_parts import open_skeleton
-from verl.model_engine.quantised_parts import load_quantised
+from verl.model_engine.quantised_parts import load_dequantised, load_quantised
 from verl.nn.quant_linear import QuantLinear, quantise_linears
 
 SIZES = {
@@ -19,7 +24,6 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 32, "attention_bias": True, "max_position_embeddings": 64,
 }  # fmt: skip
 IDS = torch.arange(4, 21)[None]
-BITSANDBYTES = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 def folder_of(path, dtype=torch.bfloat16, **changed):
@@ -28,17 +32,9 @@ def folder_of(path, dtype=torch.bfloat16, **changed):
     return path
 
 
-def quantised_folder(path, kind, config=None):
-    """What transformers writes of a model that bitsandbytes quantised: codes, scales, and the method in config.json."""
-    folder_of(path)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    names = quantise_linears(model, kind)
-    state = {name: t.clone() for name, t in model.state_dict().items()}
-    state.pop("lm_head.weight") if model.config.tie_word_embeddings else None
-    save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    described = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(described | {"quantization_config": config or BITSANDBYTES}))
-    return model, names
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory):
+    return folder_of(tmp_path_factory.mktemp("exact") / "m")
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -56,14 +52,17 @@ def test_a_folder_is_quantised_as_the_whole_model_is(tmp_path, kind, tied):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_codes_of_bitsandbytes_are_taken_as_they_are(tmp_path, kind):
-    model, names = quantised_folder(tmp_path / "q", kind)
-    stored = load_file(tmp_path / "q" / "model.safetensors")
+def test_codes_of_bitsandbytes_are_taken_as_they_are(tmp_path, exact, kind):
+    model = AutoModelForCausalLM.from_pretrained(exact, dtype=torch.float32)
+    names = quantise_linears(model, kind)
+    stored = load_file(quantised_copy(exact, tmp_path / "q", kind) / "model.safetensors")
     ours = load_quantised(tmp_path / "q", kind)
+    assert not hasattr(ours.config, "quantization_config"), "what is made of it holds exact weights"
     assert {name for name, m in ours.named_modules() if isinstance(m, QuantLinear)} == {*names}
     for name in names:
-        codes = ours.get_submodule(name).quantised.tensors()["weight"]
-        assert torch.equal(codes, stored[f"{name}.weight"])
+        layer = ours.get_submodule(name)
+        assert torch.equal(layer.quantised.tensors()["weight"], stored[f"{name}.weight"])
+        assert layer.weight.dtype == torch.float32, "also of codes of a weight in bfloat16 or float16"
     assert torch.equal(ours(IDS).logits, model(IDS).logits)
     with pytest.raises(ValueError, match=rf"its weights are quantised as {kind}, and .* was asked for; use {kind}"):
         load_quantised(tmp_path / "q", "int8" if kind == "nf4" else "nf4")
@@ -71,20 +70,45 @@ def test_codes_of_bitsandbytes_are_taken_as_they_are(tmp_path, kind):
     weight = torch.empty(64, 128)
     skeleton.fill({"model.layers.1.self_attn.k_proj.weight": weight})
     assert torch.equal(weight, model.model.layers[1].self_attn.k_proj.quantised.dequantised(torch.float32))
+    dequantised = load_dequantised(tmp_path / "q")
+    assert not [m for m in dequantised.modules() if isinstance(m, QuantLinear)]
+    assert torch.allclose(dequantised(IDS).logits, model(IDS).logits, atol=1e-5)
 
 
-def test_other_methods_are_refused_and_so_is_a_quantised_folder_that_is_trained_whole(tmp_path):
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_headers_of_codes_are_those_of_the_weights(tmp_path, exact, kind):
+    folder = quantised_copy(exact, tmp_path / "q", kind)
+    (found, exactly), stored = map(read_weight_headers, (folder, exact)), load_file(folder / "model.safetensors")
+    assert {name: t.shape for name, t in found.items()} == {name: t.shape for name, t in exactly.items()}
+    assert {t.quantised for name, t in found.items() if "proj.weight" in name} == {kind}
+    assert {t.quantised for name, t in found.items() if "proj.weight" not in name} == {""}
+    assert sum(t.num_bytes for t in found.values()) == sum(t.nbytes for t in stored.values())
+    facts, whole = (describe_model(str(path)) for path in (folder, exact))
+    assert facts == replace(whole, folder=str(folder), stored_bytes=facts.stored_bytes, stored_dtype=kind), (
+        "the plan's numbers"
+    )
+    assert folder_format(str(folder)) == kind and folder_format(str(exact)) == "none"
+
+
+def test_other_methods_are_refused_and_so_is_a_quantised_folder_that_is_trained_whole(tmp_path, exact):
     for method in ("gptq", "awq"):
-        quantised_folder(tmp_path / method, "nf4", {"quant_method": method})
+        quantised_copy(exact, tmp_path / method, "nf4", {"quant_method": method})
         with pytest.raises(
-            ValueError, match=f"quantised with {method} .*: take the model's weights in bfloat16|; take"
+            ValueError,
+            match=f"quantised with {method} .*; take the model's weights in bfloat16.*model.quantization=nf4",
         ):
             load_quantised(tmp_path / method, "nf4")
-    with pytest.raises(ValueError, match="quantised with gptq"):
-        load_quantised(tmp_path / "gptq", "nf4")
-    quantised_folder(tmp_path / "q", "nf4")
-    with pytest.raises(ValueError, match="quantised with bitsandbytes"):
-        open_skeleton(tmp_path / "q")
+    folder = quantised_copy(exact, tmp_path / "q", "nf4")
+    for load in (open_skeleton, load_causal_lm):
+        with pytest.raises(ValueError, match="quantised as nf4 by bitsandbytes, and codes have no gradient"):
+            load(folder)
+    stored, state = load_file(folder / "model.safetensors"), "model.layers.0.mlp.up_proj.weight.quant_state."
+    fp4 = {name.replace(f"{state}bitsandbytes__nf4", f"{state}bitsandbytes__fp4"): t for name, t in stored.items()}
+    no_codes = {name: t.bfloat16() for name, t in load_file(exact / "model.safetensors").items()}
+    for tensors, found in ((fp4, "holds fp4 and nf4"), (no_codes, "holds no codes")):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=f"bitsandbytes quantised it, and it {found}; quantise it as nf4"):
+            describe_model(str(folder))
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match="it has none"):
         load_quantised(tmp_path / "none", "nf4")
@@ -125,3 +149,30 @@ def test_memory_holds_the_quantised_weights_and_one_tensor(tmp_path):
     exact, quantised, peak = map(int, done.stdout.split())
     assert exact > 170 << 20 and quantised < exact / 7
     assert peak < quantised + (48 << 20), peak - quantised  # a tensor of 4 MB, and what its conversion takes
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_bitsandbytes_in_transformers_writes_what_is_read_here_and_reads_what_we_write(
+    tmp_path, exact, kind, reference
+):
+    reference("accelerate")
+    functional = reference("bitsandbytes").functional
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    method = transformers.BitsAndBytesConfig(**four if kind == "nf4" else {"load_in_8bit": True})
+    theirs = AutoModelForCausalLM.from_pretrained(exact, quantization_config=method, dtype=torch.bfloat16)
+    theirs.save_pretrained(tmp_path / "theirs")
+    described = json.loads((tmp_path / "theirs" / "config.json").read_text())["quantization_config"]
+    ours = load_quantised(tmp_path / "theirs", kind)
+    layers = {name: module for name, module in ours.named_modules() if isinstance(module, QuantLinear)}
+    assert len(layers) == 14
+    again = AutoModelForCausalLM.from_pretrained(quantised_copy(exact, tmp_path / "ours", kind, described))
+    for model in (theirs, again):
+        for name, layer in layers.items():
+            weight = model.get_submodule(name).weight
+            if kind == "nf4":
+                state = weight.quant_state
+                state.dtype = torch.float32
+                values = functional.dequantize_4bit(weight.data, state)
+            else:
+                values = functional.int8_vectorwise_dequant(weight.CB, weight.SCB)
+            assert torch.equal(layer.weight, values), name

@@ -242,7 +242,8 @@ def _config_of(source_dir: Path, overrides: Mapping[str, Any]) -> dict[str, Any]
     if not path.is_file():
         raise Refused(f"{source_dir} has no config.json: source_dir is the Hugging Face folder of the model")
     config = json.loads(path.read_text())
-    config.pop("_name_or_path", None)
+    for name in ("_name_or_path", "quantization_config"):  # the weights that are written are not quantised
+        config.pop(name, None)
     return {**config, **overrides}
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from verl.config.model_files import (
+    codes_are_frozen,
+    quantisation_of,
     read_model_config,
     read_weight_headers,
     refuse_adapter,
@@ -16,7 +18,6 @@ from verl.config.model_files import (
     refuse_quantised,
 )
 from verl.errors import Refused
-from verl.nn.quant import quantised_in
 
 # Errors of transformers and of a model's own code for a config.json that they cannot build.
 BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
@@ -32,25 +33,33 @@ def cannot_load(folder: Path, exc: BaseException) -> ValueError:
     )
 
 
+def exact_config(folder: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Return the configuration of a folder as transformers reads it, without a `quantization_config`: models are built
+    with weights that are not quantised, and get the folder's codes afterwards."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
 def check_loadable(folder: Path, *, trust_remote_code: bool = False, quantised: bool = False) -> Any:
-    """Return the model's configuration. Raise ValueError for quantised weights, for an architecture that is no causal
-    language model here, and for weights with other shapes than config.json has. No weight is read: the model is built
-    without storage. quantised: weights that bitsandbytes quantised are allowed."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """Return the model's configuration, which describes weights that are not quantised. Raise ValueError for quantised
+    weights, for an architecture that is no causal language model here, and for weights with other shapes than
+    config.json has. No weight is read: the model is built without storage. quantised: weights that bitsandbytes
+    quantised are allowed."""
+    from transformers import AutoModelForCausalLM
 
     refuse_adapter(folder)
     described = read_model_config(folder)
     refuse_foreign(folder, described, trust_remote_code=trust_remote_code)
     tensors = read_weight_headers(folder) if any(folder.glob("*.safetensors")) else {}
-    method = (described.get("quantization_config") or {}).get("quant_method")
-    codes = quantised_in(tensors) if quantised and method == "bitsandbytes" else {}
-    if codes:
-        others = set[str]().union(*codes.values())
-        described = {name: value for name, value in described.items() if name != "quantization_config"}
-        tensors = {name: tensor for name, tensor in tensors.items() if name not in codes and name not in others}
     refuse_quantised(folder, described, tensors)
+    if not quantised and (kind := quantisation_of(tensors)) != "none":
+        raise Refused(f"model.path={folder}: {codes_are_frozen(kind)}")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = exact_config(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except BUILD_ERRORS as exc:

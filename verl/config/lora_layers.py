@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.config.adapter import base_of, read_factors
+from verl.config.backends import traits_of
 from verl.config.cluster import TRAINS
-from verl.config.model_files import TensorHeader, describe_model, find_model_folder, read_weight_headers
+from verl.config.model_files import (
+    TensorHeader,
+    codes_are_frozen,
+    describe_model,
+    find_model_folder,
+    folder_format,
+    read_weight_headers,
+)
 from verl.config.schema import Config
 from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
 from verl.model_engine.optimizer_table import OPTIMIZERS
@@ -51,6 +59,13 @@ def trained_factors(config: Config, path: str | None = None) -> TrainedFactors |
     return TrainedFactors(rank, {name: (b[0], a[1]) for name, (a, b) in sizes.items()})
 
 
+def base_format(config: Config, path: str | None = None) -> str:
+    """Return the format of the frozen base below LoRA's factors: that of the weights in the folder at `path` (the
+    policy's without one), or else that of model.quantization; none for float32."""
+    own = folder_format(path or config.model.path)
+    return config.model.quantization if own == "none" else own
+
+
 def lora_layer_faults(config: Config) -> Iterator[str]:
     """Yield the reason why LoRA cannot train a model of this run, as far as its files show it."""
     for path in dict.fromkeys((config.model.path, config.critic.path or config.model.path)):
@@ -78,19 +93,37 @@ def frozen_base_faults(config: Config, command: str) -> Iterator[str]:
     if spec is not None and spec.path is not None and config.critic.path not in (None, config.model.path):
         why = "the adapter is of model.path, and the critic would start from its own model with it added"
         yield f"critic.path={config.critic.path} with model.lora.path: {why}; leave one of them out"
+    yield from _format_faults(config, command, trains_factors=command in TRAINS and spec is not None)
+
+
+def _format_faults(config: Config, command: str, *, trains_factors: bool) -> Iterator[str]:
+    """Yield the contradictions between the format of the base, which is quantised here or in its folder, and other
+    keys."""
     kind, given = config.model.quantization, f"model.quantization={config.model.quantization}"
-    if kind == "none":
-        return
-    if command not in TRAINS or spec is None:
+    if kind != "none" and not trains_factors:
         yield f"{given}: only a base that LoRA does not change is quantised; set model.lora.rank=32, or leave it out"
-    if config.rollout.dtype == FP8:
-        yield f"{given} with rollout.dtype=fp8: the rollout would quantise it once more; use rollout.dtype=bfloat16"
+    folders = {"model.path": config.model.path, "critic.path": config.critic.path if command == "train" else None}
+    for key, path in folders.items():
+        if path is None or (own := folder_format(path)) == "none":
+            continue
+        if command in TRAINS and not trains_factors:
+            yield f"{key}={path}: {codes_are_frozen(own)}"
+        elif kind not in ("none", own):
+            yield f"{given}: {key}={path} is quantised as {own}, and codes are not converted; leave it out"
+    own = folder_format(config.model.path)
+    base = f"model.path={config.model.path}, which is quantised as {own}," if own != "none" else given
+    if (kind != "none" or own != "none") and config.rollout.dtype == FP8:
+        yield f"{base} with rollout.dtype=fp8: the rollout would quantise it once more; use rollout.dtype=bfloat16"
+    if own != "none" and (command == "train" or command not in TRAINS) and traits_of(config.rollout.engine).server:
+        why = "its server would read the codes in place of the weights that it is sent"
+        yield f"rollout.engine={config.rollout.engine}: {why} ({base[:-1]}); use rollout.engine=native"
 
 
 def base_warnings(config: Config) -> Iterator[str]:
     """Yield the warnings about the frozen base of LoRA: parts that stay float32, and an adapter of other weights."""
     spec = trained_by(config.model.lora)
-    if config.model.quantization != "none" and (facts := describe_model(config.model.path)).expert_parameters:
+    facts = describe_model(config.model.path) if config.model.quantization != "none" else None
+    if facts is not None and facts.expert_parameters and folder_format(config.model.path) == "none":
         share = facts.expert_parameters / facts.parameters
         yield f"model.quantization={config.model.quantization}: experts, {share:.0%} of the weights, stay float32"
     if spec is not None and spec.path is not None:

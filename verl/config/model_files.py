@@ -9,8 +9,8 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ _EXPERT = re.compile(r"\.experts\.\d+\.(?:gate_proj|up_proj|w1|w3|(down_proj|w2)
 DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _WANTED = "a Hugging Face folder (config.json, safetensors, tokenizer)"
+FORMATS = ("nf4", "int8")
+"""The formats of bitsandbytes that are read: 4 and 8 bits."""
+_STATE = ".quant_state.bitsandbytes__"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
@@ -66,13 +69,17 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """The header of one tensor of a safetensors file, with the file and the offset of the tensor's bytes."""
+    """The header of one tensor of a safetensors file, with the file and the offset of the tensor's bytes. A weight that
+    bitsandbytes quantised is one tensor: the dtype is that of its codes, the shape is its own, and the bytes include
+    its scales."""
 
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
     file: Path = field(default=Path(), compare=False)
     begin: int = field(default=0, compare=False)
+    quantised: str = ""
+    """The format in which bitsandbytes quantised it: nf4, int8, or another one, which cannot be read here."""
 
     @property
     def numel(self) -> int:
@@ -124,7 +131,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     counted = {n: t for n, t in trained.items() if not (tied and n in output)}
     dtypes: Counter[str] = Counter()
     for tensor in tensors.values():
-        dtypes[tensor.dtype] += tensor.numel
+        dtypes[tensor.quantised or tensor.dtype] += tensor.numel
     main_dtype = dtypes.most_common(1)[0][0]
     names = full.get("architectures") or [full.get("model_type", "unknown")]
     return ModelFacts(
@@ -228,17 +235,84 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
-    """Raise ValueError for quantised weights, which cannot be trained."""
+    """Raise ValueError for quantised weights, unless bitsandbytes quantised all of them as NF4 or all as int8."""
     fix = "take the model's weights in bfloat16, float16 or float32 (the folder that this one was quantised from)"
-    quantised = config.get("quantization_config")
-    if isinstance(quantised, dict):
-        method = quantised.get("quant_method") or "an unnamed method"
-        raise Refused(f"model.path={folder}: quantised with {method} (quantization_config in config.json); {fix}")
+    described = config.get("quantization_config")
+    method = described.get("quant_method") or "an unnamed method" if isinstance(described, dict) else None
+    formats = sorted({tensor.quantised for tensor in tensors.values()} - {""})
+    if method not in (None, "bitsandbytes"):
+        exact = f"{fix}; model.quantization=nf4 quantises it here, below LoRA"
+        raise Refused(f"model.path={folder}: quantised with {method} (quantization_config in config.json); {exact}")
+    if method is not None and (len(formats) != 1 or formats[0] not in FORMATS):
+        found = f"holds {' and '.join(formats)}" if formats else "holds no codes"
+        raise Refused(
+            f"model.path={folder}: config.json says that bitsandbytes quantised it, and it {found}; quantise it as nf4"
+            f" or as int8 (not fp4), or {fix}"
+        )
     for name, tensor in tensors.items():
         table = len(tensor.shape) < 2 or _is_buffer(name, tensor) or name.endswith(_INTEGER_TABLES)
-        if tensor.dtype not in DTYPE_NAMES and not table:
+        if tensor.dtype not in DTYPE_NAMES and not table and not (method and tensor.quantised):
             why = f"{name} is stored as {tensor.dtype}, and config.json has no quantization_config that says its scale"
             raise Refused(f"model.path={folder}: {why}; {fix}")
+
+
+def codes_are_frozen(kind: str) -> str:
+    """Return why weights in this format are not trained, with the fix."""
+    why = f"quantised as {kind} by bitsandbytes, and codes have no gradient"
+    return f"{why}; train factors on it (model.lora.rank=32), or take the folder that it was quantised from"
+
+
+def quantised_in(names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return the weights of a checkpoint that are quantised by bitsandbytes, each with the names of its other
+    tensors."""
+    every, found = {*names}, dict[str, frozenset[str]]()
+    for name in every:
+        module, _, last = name.rpartition(".")
+        if last == "SCB":
+            found[f"{module}.weight"] = frozenset({name, f"{module}.weight_format"} & every)
+        elif _STATE in name:
+            weight = name.partition(_STATE)[0]
+            found[weight] = frozenset(other for other in every if other.startswith(f"{weight}."))
+    return found
+
+
+def quantisation_of(tensors: Mapping[str, TensorHeader]) -> str:
+    """Return the format of the quantised weights of a folder, which are all of one; none if there are none."""
+    return next((tensor.quantised for tensor in tensors.values() if tensor.quantised), "none")
+
+
+def folder_format(path: str) -> str:
+    """Return the format of the quantised weights in a model folder; none if there are none, or it cannot be read."""
+    try:
+        return quantisation_of(read_weight_headers(find_model_folder(path)))
+    except (ValueError, OSError):
+        return "none"
+
+
+def _as_weights(folder: Path, stored: Mapping[str, TensorHeader]) -> dict[str, TensorHeader]:
+    """Return the headers of a folder's weights: of codes, scales and shape of a quantised weight one header."""
+    codes = quantised_in(stored)
+    beside = frozenset[str]().union(*codes.values())
+    found = {name: header for name, header in stored.items() if name not in beside}
+    for name, others in codes.items():
+        if name not in stored:
+            raise Refused(f"{folder}: scales of {name}, which is not there; download the model again")
+        num_bytes = stored[name].num_bytes + sum(stored[other].num_bytes for other in others)
+        state = next((other for other in others if _STATE in other), None)
+        kind = "int8" if state is None else state.rpartition("__")[2]
+        shape = stored[name].shape if state is None else _shape_in(stored[state])
+        found[name] = replace(stored[name], shape=shape, num_bytes=num_bytes, quantised=kind)
+    return found
+
+
+def _shape_in(state: TensorHeader) -> tuple[int, ...]:
+    """Return the shape of a weight from the state that bitsandbytes stores as JSON beside its codes."""
+    with state.file.open("rb") as stream:
+        stream.seek(state.begin)
+        shape = json_object(state.file, stream.read(state.num_bytes)).get("shape")
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in shape):
+        raise Refused(f"{state.file}: a quantised weight of shape {str(shape)[:80]}; download the model again")
+    return tuple(shape)
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -253,7 +327,7 @@ def check_tokenizer(model_folder: Path, tokenizer_path: str | None = None) -> No
 
 
 def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Return name -> header of every tensor in the folder's safetensors files."""
+    """Return name -> header of every weight in the folder's safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         files = sorted(folder / name for name in _indexed(index))
@@ -271,7 +345,7 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
     tensors = {name: header for file in files for name, header in _file_headers(file).items()}
     if not tensors:
         raise Refused(f"{folder}: its safetensors files hold no tensor")
-    return tensors
+    return _as_weights(folder, tensors)
 
 
 def refuse_foreign(folder: Path, config: Mapping[str, Any], *, trust_remote_code: bool) -> None:

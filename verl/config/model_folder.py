@@ -62,6 +62,8 @@ def refuse_other_head(folder: Path, tensors: Mapping[str, TensorHeader]) -> None
 
 def _equal(a: TensorHeader, b: TensorHeader) -> bool:
     """Return True if two tensors of one shape have equal values. Only these two tensors are read."""
+    if a.quantised != b.quantised:
+        return False
     with a.file.open("rb") as first, b.file.open("rb") as second:
         first.seek(a.begin)
         second.seek(b.begin)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.loadable import exact_config
 from verl.config.backends import ROLLOUT, import_object, options_of, traits_of
 from verl.config.devices import rollout_dtype
 from verl.config.schema import Config
@@ -63,12 +64,8 @@ def rollout_engine(
 ) -> RolloutEngine:
     """Build a rollout engine from the config.json of the model folder, since the trainer changes the attention in its
     own copy. replica: the number of the server."""
-    from transformers import AutoConfig
-
     r = config.rollout
-    hf_config = AutoConfig.from_pretrained(
-        config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
-    )
+    hf_config = exact_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     context = RolloutContext(
         hf_config=hf_config,
         max_context_tokens=max_context_tokens(config, hf_config),

@@ -22,6 +22,7 @@ from verl.config.adapter import base_of
 from verl.config.backends import backend_of, import_object, longest_sequence, options_of
 from verl.config.cluster import roles_of_policy
 from verl.config.devices import dtype_of
+from verl.config.lora_layers import base_format
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.schema import Config
 from verl.errors import Refused
@@ -317,7 +318,7 @@ def role_spec(
     model.path."""
     config = context.config
     lora = trained_by(config.model.lora, config.run.seed) if optim is not None else None
-    kind = config.model.quantization
+    kind = "none" if lora is None else base_format(config, path)
     return RoleSpec(
         name=name,
         queue=context.queue,
@@ -338,6 +339,6 @@ def role_spec(
             layout=context.cluster.layout,
             longest=context.longest or longest_sequence(config),
             lora=lora,
-            quantisation=cast(Kind, kind) if lora is not None and kind != "none" else None,
+            quantisation=cast(Kind, kind) if kind != "none" else None,
         ),
     )

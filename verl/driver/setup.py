@@ -141,7 +141,7 @@ def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
     if needs_template:
         require_chat_template(tokenizer, path)
     folder = Path(config.model.path)
-    hf_config = check_loadable(folder, trust_remote_code=config.model.trust_remote_code)
+    hf_config = check_loadable(folder, trust_remote_code=config.model.trust_remote_code, quantised=True)
     declared = declared_tie(read_model_config(folder))
     by_class = getattr(hf_config.get_text_config(), "tie_word_embeddings", False)
     if (by_class if declared is None else declared) and any(folder.glob("*.safetensors")):

@@ -16,14 +16,14 @@ from verl.config.adapter import WEIGHTS, AdaptedWeight, read_adapter
 from verl.config.model_files import SCORE
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext
-from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.hf_parts import part_and_place
+from verl.model_engine.quantised_parts import load_dequantised
 
 
 def load_model(context: EngineContext) -> Any:
     """Load the whole causal LM of the context's folder, with its adapter added."""
     c = context
-    model = load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
+    model = load_dequantised(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
     if c.adapter is not None:
         open_adapter(c.adapter, c.folder, model).add(dict(model.named_parameters()))
     return model

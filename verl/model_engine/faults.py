@@ -14,7 +14,7 @@ from verl.accel.families import FUSED_TYPES
 from verl.config.adapter import teacher_models
 from verl.config.backends import layout_of, options_of
 from verl.config.cluster import placed_roles
-from verl.config.model_files import describe_model, read_model_config, text_config
+from verl.config.model_files import describe_model, folder_format, read_model_config, text_config
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
 from verl.model_engine.options import EXPERT_PLANS, PIPELINE_PLANS, TENSOR_PLANS, cannot
@@ -49,6 +49,8 @@ def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str
     if config.model.quantization != "none":
         fix = "use one rank (model.engine=torch), or leave model.quantization out"
         yield f"model.quantization={config.model.quantization}: codes are not divided among ranks; {fix}"
+    elif (kind := folder_format(config.model.path)) != "none":
+        yield f"model.path={config.model.path}: its {kind} codes are not divided among ranks; use model.engine=torch"
     layout = layout_of(config)
     if layout.world_size == 1:
         yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"

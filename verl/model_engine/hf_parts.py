@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
+from verl.config.model_files import quantised_in
 from verl.errors import Refused
 from verl.model_engine.hf_model import refuse_other_weights
-from verl.nn.quant import QuantisedTensor, quantised_in, read_quantised
+from verl.nn.quant import QuantisedTensor, read_quantised
 
 Index = tuple[slice, ...]
 

@@ -12,7 +12,8 @@ from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config, classifier_tensors
 from verl.config.adapter import WEIGHTS, own_base
 from verl.model_engine.adapter import open_adapter
-from verl.model_engine.hf_model import load_causal_lm, saved_weights
+from verl.model_engine.hf_model import saved_weights
+from verl.model_engine.quantised_parts import load_dequantised
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -24,7 +25,7 @@ def write_merged(adapter: Path, out: Path, dtype: str) -> Path:
     base = own_base(adapter)
     with safe_open(adapter / WEIGHTS, "pt") as file:
         head = file.get_tensor(ADAPTER_SCORE) if ADAPTER_SCORE in file.keys() else None  # noqa: SIM118 - not a mapping
-    model = load_causal_lm(base, needs_lm_head=head is None)
+    model = load_dequantised(base, needs_lm_head=head is None)
     open_adapter(adapter, base, model, head=True).add(dict(model.named_parameters()))
     weights = saved_weights(model)
     if head is not None:

@@ -1,20 +1,39 @@
 """Models with a quantised base, read from a folder tensor by tensor: in memory are at most the quantised weights and
-one tensor that is not quantised yet."""
+one tensor that is not quantised yet. And models that are dequantised while they are read."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from verl.config.model_files import folder_format
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext
+from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.hf_parts import Skeleton, open_skeleton
 from verl.nn.quant import Int8, Kind, quantise_weight
 from verl.nn.quant_linear import QuantLinear, quantised_names, replace_linear
+
+logger = logging.getLogger(__name__)
+
+
+def load_dequantised(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
+    """Load a causal LM as `load_causal_lm` does. Weights that bitsandbytes quantised are dequantised to float32: the
+    configuration has refused to train them."""
+    if (kind := folder_format(str(path))) == "none":
+        return load_causal_lm(path, trust_remote_code=trust_remote_code, needs_lm_head=needs_lm_head)
+    found = open_skeleton(path, trust_remote_code=trust_remote_code, needs_lm_head=needs_lm_head, quantised=True)
+    assert found is not None, "its weights are in safetensors files"
+    _fill_rest(found)
+    mib = sum(p.nbytes for p in found.model.parameters()) / 2**20
+    logger.warning("model: %s is quantised as %s, and dequantised here: %.0f MiB in float32", path, kind, mib)
+    return found.model.eval()
 
 
 def load_quantised(
@@ -56,7 +75,8 @@ def _replace(found: Skeleton, name: str, kind: Kind, path: Path) -> None:
         raise Refused(
             f"model.path={path}: its weights are quantised as {stored}, and {kind} was asked for; use {stored}"
         )
-    replace_linear(found.model, name, QuantLinear(codes, layer.bias))
+    # dequantised values are those of a float32 model, whatever was quantised: every engine computes with the same
+    replace_linear(found.model, name, QuantLinear(replace(codes, dtype=torch.float32), layer.bias))
 
 
 def _fill_rest(found: Skeleton) -> None:

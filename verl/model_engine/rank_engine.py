@@ -25,7 +25,8 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
             "model.engine=sharded wants one process per rank, and this process has no others: use model.engine=torch"
         )
     c, kind = context, PipelinedEngine if context.layout.pipeline > 1 else ShardedEngine
-    found = open_skeleton(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
+    trusted = c.trust_remote_code
+    found = open_skeleton(c.folder, trust_remote_code=trusted, needs_lm_head=c.head == "lm", quantised=True)
     if found is None:
         return build_torch(options, c, partial(kind, layout=c.layout))
     fill = open_adapter(c.adapter, c.folder, found.model).after(found.fill) if c.adapter else found.fill

@@ -8,7 +8,7 @@ blocks of 256. LLM.int8 has one scale per row: the largest magnitude of the row,
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -204,20 +204,6 @@ def read_quantised(module: str, read: Callable[[str], Tensor], names: Mapping[st
     if len(codes) != -(-prod(shape) // 2) or len(scales) != -(-prod(shape) // BLOCK):
         raise Refused(f"{whole}: {len(codes)} bytes and {len(scales)} scales are not a weight of shape {[*shape]}")
     return Nf4(codes, scales, nested, shape, getattr(torch, state["dtype"]))
-
-
-def quantised_in(names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return the weights of a checkpoint that are quantised by bitsandbytes, each with the names of its other
-    tensors."""
-    every, found = {*names}, dict[str, frozenset[str]]()
-    for name in every:
-        module, _, last = name.rpartition(".")
-        if last == "SCB":
-            found[f"{module}.weight"] = frozenset({name, f"{module}.weight_format"} & every)
-        elif ".quant_state.bitsandbytes__" in name:
-            weight = name.partition(".quant_state.")[0]
-            found[weight] = frozenset(other for other in every if other.startswith(f"{weight}."))
-    return found
 
 
 @cache

@@ -21,7 +21,7 @@ from verl.config.devices import (
     on_cuda,
     rollout_dtype,
 )
-from verl.config.lora_layers import trained_factors
+from verl.config.lora_layers import base_format, trained_factors
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
@@ -108,7 +108,7 @@ def role_items(
         optimizer_options=config.optim.options,
         factors=factors.parameters if factors else None,
         factors_rank=factors.rank if factors else 0,
-        quantisation=config.model.quantization if factors else "none",
+        quantisation=base_format(config, own) if factors else "none",
         publishes=role == "actor",
     )
     items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))
