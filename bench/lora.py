@@ -6,23 +6,26 @@ Each part is a function that returns its rows; each number is printed beside its
 value of the matrices of layers, read from real states after a step; and an update of 8 x 8 x 128 tokens (forward,
 backward, optimizer) against the same update with AdamW, in CPU time, which depends little on other processes. nf4:
 products of decode steps with weights in NF4 against the float32 panels of the native engine. sets: rollouts with
-LoRA sets by the native engine.
+LoRA sets by the native engine. publish: until the factors of a new version are live.
 --record writes bench/records/lora/ and this bench's part of bench/RESULTS.md from all records.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,6 +41,9 @@ from verl.accel.operations import Use
 from verl.accel.table import choose
 from verl.algorithms.losses import nll
 from verl.batch import pack
+from verl.model_engine.base import OneRank
+from verl.model_engine.lora import is_factor
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.model_engine.optimizers import make_optimizer, role_of
@@ -45,14 +51,20 @@ from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.quant import quantise_weight
 from verl.objective import Term
-from verl.parameter_set import POLICY_SET, ParameterSet
+from verl.parameter_set import POLICY_SET, Delivery, ParameterSet
 from verl.rollout.base import GenerateRequest, RolloutContext
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
+from verl.rollout.native import engine as native_engine
 from verl.rollout.native.options import Options as RolloutOptions
 from verl.rollout.native.runner import NativeRunner
 from verl.serve import FolderWeights
 from verl.types import Sample, Sampling, Segment
+from verl.weight_sync.base import SyncReport
+from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.sender import WeightSender
+from verl.wire import AS_HELD
+from verl.workers.role_publishing import RolePublishing
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "bench" / "records" / "lora"
@@ -221,7 +233,73 @@ def _finish(core: EngineCore) -> None:
         core.step()
 
 
-PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"optimizers": optimizers, "nf4": nf4, "sets": sets}
+# -- a publish of factors ----------------------------------------------------------------------------------------------
+
+
+def publish(size: str) -> Iterator[Row]:
+    """Yield what a publish of the policy's factors of rank 32 on all linear layers costs, inside one process, from the
+    trainer's call until the native engine samples with them: checksums of all tensors on both sides, as in the first
+    versions, or of every 16th, as later. The canary, two forward passes of a probe of 128 tokens, is measured apart.
+    The least CPU time of several versions counts."""
+    torch.manual_seed(0)
+    settings = EngineSettings(optim=OptimSpec(lr=1e-6), dtype="float32", lora=LoraSpec(rank=32))
+    engine, tokens = TorchEngine(Qwen3ForCausalLM(_qwen3(size)), settings), 128 if size != "tiny" else 16
+    factors = [p for name, p in engine.model.named_parameters() if is_factor(name)]
+    probe = np.random.default_rng(0).integers(4, engine.model.config.vocab_size, tokens)
+    with torch.no_grad():
+        for p in factors:
+            p.normal_(std=0.01)
+    live_ms = dict[str, float]()
+    for checks, verify_first in (("every 16th tensor", 1), ("all tensors", 99)):
+        live_s, _, sent_bytes = asyncio.run(_publishes(engine, (), verify_first))
+        live_ms[checks] = 1e3 * live_s
+        yield Row(f"CPU ms of a publish, {checks} with checksums", live_ms[checks], 10.0)
+    whole_s, difference, _ = asyncio.run(_publishes(engine, (probe,), 99))
+    yield Row("CPU ms of its canary, on both sides", 1e3 * whole_s - live_ms["all tensors"])
+    yield Row("log-probs of the canary, trainer against rollout, nats", difference, 1e-5)
+    yield Row("bytes of a publish against those of the factors", sent_bytes / sum(p.nbytes for p in factors), 1.01)
+
+
+async def _publishes(engine: TorchEngine, probes: Sequence[np.ndarray], verify_first: int) -> tuple[float, float, int]:
+    """Publish several versions to a native engine after its base. Return the least CPU seconds of one, the largest
+    mean |dlogp| of the canary, and the bytes of one."""
+    context = RolloutContext(hf_config=engine.model.config, max_context_tokens=256, dtype=torch.float32)
+    rollout = native_engine.build(RolloutOptions(), context, lanes=torch.get_num_threads())
+    sync = LocalCheckpointEngine(probes=probes)
+    role = RolePublishing("actor", engine, WeightSender(sync.outlet(), verify_first=verify_first), OneRank())
+    delivery: Delivery = "base and factors"
+
+    def done(call: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(call())
+        return future
+
+    def send(version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Any]:
+        return done(lambda: role.send(version, probes, copy, AS_HELD, POLICY_SET.id, delivery))
+
+    trainer: Any = SimpleNamespace(
+        send_weights=send, release_weights=lambda version: done(lambda: role.release(version, POLICY_SET.id))
+    )
+    reports, spent_s = list[SyncReport](), list[float]()
+    for version in range(3 + 4 * REPEATS):
+        before_s = time.process_time()
+        pending = sync.publish(
+            trainer, [rollout], version=version, exclusive=True, on_inflight=["wait"], timeout_s=600.0
+        )
+        reports.append(await pending)
+        spent_s.append(time.process_time() - before_s)
+        delivery = "factors"
+    await rollout.close()
+    largest = max(report.canary_mean_abs for report in reports)
+    return min(spent_s[3:]), largest, reports[-1].num_bytes
+
+
+PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
+    "optimizers": optimizers,
+    "nf4": nf4,
+    "sets": sets,
+    "publish": publish,
+}
 """The parts by name. Each is given the size of the model."""
 
 

@@ -39,9 +39,9 @@ class Layers(Protocol):
 class LowRankParts:
     """The factors of a LoRA set in all layers of a decoder."""
 
-    layers: Sequence[Mapping[str, tuple[Linear, Sequence[Tensor | None]]]]
+    layers: Sequence[Mapping[str, tuple[Linear, Sequence[Linear | None]]]]
     """For each layer, by product (`qkv`, `out`, `up`, `down`): the product with A, which has `rank` rows for each of
-    its projections, and B [out, rank] of each projection, None for one without factors."""
+    its projections, and that with B [out, rank] of each projection, None for one without factors."""
     rank: int
     scale: float
 

@@ -336,6 +336,7 @@ void linear(const float *x, const float *panels, const float *bias, float *y, lo
 }
 
 #include "nf4.c"
+#include "crc.c"
 
 /* ---- training, float32 ---- */
 

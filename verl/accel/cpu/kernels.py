@@ -10,6 +10,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
-INCLUDED = Path(__file__).with_name("nf4.c")
+INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c"))
 TILE, BLOCK, PARTS = 64, 256, 3  # as in kernels.c
 COMPILE_TIMEOUT_S = 120.0
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -102,6 +103,7 @@ FLOAT32 = {
     "nf4_linear": (Address, ctypes.POINTER(Nf4Pointers), *(Address,) * 3, *(c_long,) * 5),
     "nf4_rows": (ctypes.POINTER(Nf4Pointers), Address, *(c_long,) * 3),
     "large_pages": (Address, c_long),
+    "fold_crc": (Address, c_long, Address),
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
     "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
@@ -119,6 +121,7 @@ class Kernels:
 
     dtype: torch.dtype
     panel_width: int
+    folds_crc: bool
     functions: Mapping[str, Callable[..., None]]
 
     def new_panels(self, rows: int, depth: int) -> Tensor:
@@ -143,6 +146,13 @@ class Kernels:
         assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == torch.float32
         self.functions["linear"](x, panels, bias, out, *x.shape, out.shape[1], add, torch.get_num_threads())
         return out
+
+    def crc32(self, view: memoryview) -> int:
+        """Return zlib's crc32 of bytes."""
+        state, whole = np.zeros(1, np.uint32), len(view) // 16 * 16 if self.folds_crc and len(view) >= 64 else 0
+        if whole:
+            self.functions["fold_crc"](np.frombuffer(view, np.uint8), whole, state)
+        return zlib.crc32(view[whole:], int(state[0]))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [n, width] normed by its root mean square and multiplied by weight [width] float32."""
@@ -254,13 +264,13 @@ def load_kernels(dtype: torch.dtype) -> Kernels | str:
         library = ctypes.CDLL(str(_library()))
     except (OSError, subprocess.SubprocessError) as e:
         return f"kernels.c could not be compiled: {e}"
-    library.panel_width.restype = c_long
+    library.panel_width.restype = library.folds_crc.restype = c_long
     functions: dict[str, Callable[..., None]] = {}
     for name, arguments in (FLOAT32 | TYPED).items():
         symbol = name if name in FLOAT32 else f"{name}_{str(dtype).removeprefix('torch.')}"
         functions[name] = getattr(library, symbol)
         functions[name].argtypes, functions[name].restype = arguments, None  # type: ignore[attr-defined]
-    return Kernels(dtype, library.panel_width(), functions)
+    return Kernels(dtype, library.panel_width(), bool(library.folds_crc()), functions)
 
 
 def _library() -> Path:
@@ -271,7 +281,7 @@ def _library() -> Path:
         raise OSError("no C compiler (cc, gcc or clang) on this machine")
     parts = (
         SOURCE.read_bytes(),
-        INCLUDED.read_bytes(),
+        *(path.read_bytes() for path in INCLUDED),
         compiler.encode(),
         repr((FLAGS, NATIVE, OPENMP)).encode(),
         _cpu().encode(),

@@ -77,20 +77,16 @@ class PanelProducts:
 class PanelFactors:
     """The factors of a LoRA set as panels."""
 
-    def __init__(self, kernels: Kernels, parts: LowRankParts) -> None:
+    def __init__(self, parts: LowRankParts) -> None:
         self.rank, self.scale, self._kept = parts.rank, parts.scale, list[Tensor]()
         self.layers = (LowRankPointers * len(parts.layers))()
         for layer, products in zip(self.layers, parts.layers, strict=True):
-            for name, (a, every) in products.items():
-                assert isinstance(a, Panels), "of the same layout"
-                self._kept.append(a.memory)
-                pointers = getattr(layer, name)
-                pointers[0] = a.memory.data_ptr()
-                for i, b in enumerate(every):
-                    if b is not None:
-                        self._kept.append(kernels.new_panels(*b.shape))
-                        kernels.pack(b.contiguous(), self._kept[-1])
-                        pointers[1 + i] = self._kept[-1].data_ptr()
+            for name, each in products.items():
+                for i, product in enumerate((each[0], *each[1])):
+                    if product is not None:
+                        assert isinstance(product, Panels), "of the same layout"
+                        self._kept.append(product.memory)
+                        getattr(layer, name)[i] = product.memory.data_ptr()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,7 @@ class PanelLayers:
         return self.kernels.layers(self.stack, x, positions, slots, turns, kv, lo, rows)
 
     def low_ranks(self, factors: LowRankParts) -> PanelFactors:
-        return PanelFactors(self.kernels, factors)
+        return PanelFactors(factors)
 
 
 def _pointers(layer: LayerParts) -> LayerPointers:

@@ -91,6 +91,27 @@ class Fused:
         return whole
 
 
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """The factors of a set in one product, in the layout in which they are multiplied."""
+
+    a: Linear
+    """A of each of its projections, one below the other."""
+    blocks: tuple[Linear | None, ...]
+    """B of each projection, in the order of rows of the fused weights; None for one without factors."""
+    sizes: tuple[int, ...]
+    """The outputs of each projection."""
+
+    def times(self, x: Tensor) -> Tensor:
+        """Return B (A x) [n, out] for x [n, in]."""
+        low = self.a(x).view(len(x), len(self.blocks), -1)
+        each = [
+            x.new_zeros(len(x), size) if block is None else block(low[:, i].contiguous())
+            for i, (block, size) in enumerate(zip(self.blocks, self.sizes, strict=True))
+        ]
+        return torch.cat(each, dim=1) if len(each) > 1 else each[0]
+
+
 def fused_factors(one: Projections, factors: Mapping[str, LowRank], half: int) -> Fused | None:
     """Return the factors by module as those of one product, or None if none of its projections has any. half: half the
     size of a head; rows of heads are interleaved as in the weights."""
@@ -105,6 +126,23 @@ def fused_factors(one: Projections, factors: Mapping[str, LowRank], half: int) -
     return Fused(a, tuple(blocks), tuple(rows for _, rows in one.parts))
 
 
+def packed_factors(one: Projections, factors: Mapping[str, LowRank], half: int, products: Products) -> Factors | None:
+    """Return what `fused_factors` returns, in a layout that is filled: each factor is copied once."""
+    mine = [factors.get(name) for name, _ in one.parts]
+    some = next((low for low in mine if low is not None), None)
+    if some is None:
+        return None
+    rank, blocks = len(some.a), list[Linear | None]()
+    a = products.empty(len(mine) * rank, one.width)
+    for i, low in enumerate(mine):
+        a.fill(torch.zeros_like(some.a) if low is None else low.a.contiguous(), first=i * rank)
+        block = None if low is None else products.empty(*low.b.shape)
+        if block is not None and low is not None:
+            block.fill(low.b.contiguous(), pairs=half if i < one.rotated else 0)
+        blocks.append(block)
+    return Factors(a, tuple(blocks), tuple(rows for _, rows in one.parts))
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSet:
     """A live set, by the names of the products that have factors."""
@@ -112,15 +150,14 @@ class LoraSet:
     parameters: ParameterSet
     fused: Mapping[str, Fused]
     """Its factors, if they are stacked too."""
-    products: Mapping[str, tuple[Linear, Linear]]
+    products: Mapping[str, Factors]
     """The products with A and B."""
     joined: object
     """The factors as the function of all layers reads them; None if there is no such function."""
 
     def times(self, key: str, x: Tensor) -> Tensor:
         """Return B (A x) * scale [n, out] for x [n, in]."""
-        a, b = self.products[key]
-        return b(a(x)).mul_(self.parameters.scale)
+        return self.products[key].times(x).mul_(self.parameters.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,20 +282,17 @@ class LiveSets:
         """Make a version of a set live, in place of an earlier one. Return True if the memory that `masked` reads has
         moved. Raise Refused for factors that do not fit the model or are not finite. joined: the function of all layers
         that computes with the set."""
-        doubtful = [name for name, tensor in tensors.items() if not bool(tensor.sum(dtype=torch.float32).isfinite())]
+        sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
+        doubtful = [name for name, sound in zip(tensors, sums.isfinite().tolist()) if not sound]
         if bad := [name for name in doubtful if not bool(tensors[name].isfinite().all())]:
             raise Refused(
                 f"LoRA set {parameters.id!r}: {bad[0]} has values that are not finite; publish another version"
             )
         low = fitted(parameters, tensors, partial(self._size_of, parameters))
         here = {name: LowRank(self._kept(one.a), self._kept(one.b)) for name, one in low.items()}
-        fused = {
-            key: made for key, one in self._parts.items() if (made := fused_factors(one, here, self._half)) is not None
-        }
-        make = self._products.make
-        products = {key: (make(both.a, None), make(both.b, None)) for key, both in fused.items()}
-        read = None if joined is None else joined.low_ranks(self._by_layer(parameters, fused, products))
-        one = LoraSet(parameters, fused if self._stacks else {}, products, read)
+        fused, products = self._products_of(here)
+        read = None if joined is None else joined.low_ranks(self._by_layer(parameters, products))
+        one = LoraSet(parameters, fused, products, read)
         known = self._live.get(parameters.id)
         number = self._free() if known is None else known[0]
         self._live[parameters.id] = number, one
@@ -300,13 +334,25 @@ class LiveSets:
     def _on_device(self, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(rows).to(self._like.device)
 
-    def _by_layer(
-        self, parameters: ParameterSet, fused: Mapping[str, Fused], products: Mapping[str, tuple[Linear, Linear]]
-    ) -> LowRankParts:
-        layers = [dict[str, tuple[Linear, Sequence[Tensor | None]]]() for _ in range(self._layers)]
-        for key, one in fused.items():
+    def _products_of(self, here: Mapping[str, LowRank]) -> tuple[dict[str, Fused], dict[str, Factors]]:
+        """Return the factors by product: those that are stacked too, and all in the layout of the products."""
+        make, half = self._products.make, self._half
+        if self._products.fills and not self._stacks:
+            packed = {key: packed_factors(one, here, half, self._products) for key, one in self._parts.items()}
+            return {}, {key: made for key, made in packed.items() if made is not None}
+        found = {key: fused_factors(one, here, half) for key, one in self._parts.items()}
+        fused = {key: made for key, made in found.items() if made is not None}
+        products = {
+            key: Factors(make(one.a, None), tuple(None if b is None else make(b, None) for b in one.blocks), one.sizes)
+            for key, one in fused.items()
+        }
+        return fused if self._stacks else {}, products
+
+    def _by_layer(self, parameters: ParameterSet, products: Mapping[str, Factors]) -> LowRankParts:
+        layers = [dict[str, tuple[Linear, Sequence[Linear | None]]]() for _ in range(self._layers)]
+        for key, one in products.items():
             layer, name = key.split(".")
-            layers[int(layer)][name] = products[key][0], one.blocks
+            layers[int(layer)][name] = one.a, one.blocks
         return LowRankParts(layers, parameters.rank, parameters.scale)
 
     def _kept(self, factor: Tensor) -> Tensor:
