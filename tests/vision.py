@@ -66,11 +66,12 @@ GRIDS = {"cat": (1, 4, 6), "dog": (1, 2, 8), "fox": (1, 6, 4)}
 """The rows and columns of patches of each image: four patches are one token."""
 
 
-def model(kind: str) -> Any:
+def model(kind: str, **more: Any) -> Any:
+    """Return a model with random weights. more: further keys of its text configuration."""
     config, make, text, tower = _KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return make(config(text_config=_TEXT | text, vision_config=_TOWER | tower, **_IDS)).float()
+        return make(config(text_config=_TEXT | text | more, vision_config=_TOWER | tower, **_IDS)).float()
 
 
 def pictures() -> dict[str, Picture]:

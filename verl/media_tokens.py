@@ -11,10 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.types import Medium
-
-Grid = tuple[int, int, int]
-"""The frames, rows and columns of an image's patches."""
+from verl.types import Grid, Medium
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,6 +103,10 @@ TEMPLATE = -3
 prompt."""
 
 
+Grid = tuple[int, int, int]
+"""The frames, rows and columns of an image's patches."""
+
+
 class Medium(NamedTuple):
     """An image or another input that is not text: its features replace the embeddings of tokens of a segment."""
 

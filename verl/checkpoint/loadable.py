@@ -18,6 +18,7 @@ from verl.config.model_files import (
     refuse_quantised,
 )
 from verl.errors import Refused
+from verl.models.families import auto_class
 
 # Errors of transformers and of a model's own code for a config.json that they cannot build.
 BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
@@ -49,7 +50,6 @@ def check_loadable(folder: Path, *, trust_remote_code: bool = False, quantised: 
     weights, for an architecture that is no causal language model here, and for weights with other shapes than
     config.json has. No weight is read: the model is built without storage. quantised: weights that bitsandbytes
     quantised are allowed."""
-    from transformers import AutoModelForCausalLM
 
     refuse_adapter(folder)
     described = read_model_config(folder)
@@ -61,7 +61,7 @@ def check_loadable(folder: Path, *, trust_remote_code: bool = False, quantised: 
     try:
         config = exact_config(folder, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            model: Any = auto_class(config).from_config(config, trust_remote_code=trust_remote_code)
     except BUILD_ERRORS as exc:
         raise cannot_load(folder, exc) from exc
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}

@@ -18,6 +18,7 @@ from verl.config.adapter import base_of, read_adapter
 from verl.config.agent import agent_faults
 from verl.config.backends import complete_options, longest_sequence
 from verl.config.cluster import TRAINS, cluster_faults
+from verl.config.image_models import image_model_faults
 from verl.config.lora_layers import frozen_base_faults, lora_layer_faults, unused_lora
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
 from verl.config.schema import Config
@@ -384,6 +385,7 @@ def _files(config: Config, command: Command) -> Iterator[str]:
         what, longest = "data.max_prompt_tokens + rollout.max_response_tokens", longest_sequence(config)
     if room is not None and longest > room:
         yield f"{what} = {longest} is above the {room} positions of the model ({model.path}): lower it"
+    yield from image_model_faults(config, command, samples=command in SAMPLES)
     yield from frozen_base_faults(config, command)
     if command in TRAINS:
         yield from lora_layer_faults(config)

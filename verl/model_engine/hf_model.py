@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.errors import Refused
+from verl.models.families import auto_class
 
 
 def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
@@ -19,16 +20,15 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     quantised, or if its weights are not those that config.json describes.
 
     needs_lm_head: False for a model that gets another head; a reward model's folder has no language-model head."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     if not (path / "config.json").is_file():
         raise Refused(f"model.path={path}: no config.json there; give a Hugging Face model folder")
-    check_loadable(path, trust_remote_code=trust_remote_code)
+    config = check_loadable(path, trust_remote_code=trust_remote_code)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = auto_class(config).from_pretrained(
             path,
             dtype=torch.float32,
             local_files_only=True,

@@ -28,7 +28,7 @@ from verl.model_engine.objective import reduce_terms
 from verl.model_engine.pending import Pending, read_pending
 from verl.model_engine.sharded_copy import ShardedCopy
 from verl.model_engine.vision import Vision
-from verl.models.multimodal import family_of
+from verl.models.families import family_of
 from verl.nn import attention
 from verl.nn.compiled import CompiledLayers
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks

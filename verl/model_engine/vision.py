@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.media_tokens import MediaTokens
-from verl.models.multimodal import ImageFamily
+from verl.models.families import ImageFamily
 
 
 class Vision:

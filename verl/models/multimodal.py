@@ -1,10 +1,9 @@
-"""Model families that read images, one row for each: the number and positions of an image's tokens, and the part of the
-model that reads them. A family without a row is refused."""
+"""Batches with images for a model: the content of the images, and the positions of all tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,48 +12,8 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.errors import Refused
-from verl.media_tokens import Grid, MediaTokens, Picture
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFamily:
-    """The facts of a model family that reads images."""
-
-    axes: int
-    """The number of positions of each token."""
-    tokens: Callable[[Any, Grid], int]
-    """(config, grid) -> the number of tokens of an image."""
-    positions: Callable[[Any, Grid], tuple[np.ndarray, int]]
-    """(config, grid) -> the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position
-    of the token after them."""
-    language: str
-    """The language model, below the base model."""
-
-
-def _merged(config: Any, grid: Grid) -> Grid:
-    """Return the grid of an image's tokens, each of which has the content of several patches."""
-    size, (frames, rows, columns) = config.vision_config.spatial_merge_size, grid
-    return frames, rows // size, columns // size
-
-
-def _merged_tokens(config: Any, grid: Grid) -> int:
-    return int(np.prod(_merged(config, grid)))
-
-
-def _grid_positions(config: Any, grid: Grid) -> tuple[np.ndarray, int]:
-    """Return the frame, row and column of each token. The text goes on after the larger side of the image."""
-    merged = _merged(config, grid)
-    return np.indices(merged).reshape(3, -1), max(merged[1:])
-
-
-_QWEN = ImageFamily(axes=3, tokens=_merged_tokens, positions=_grid_positions, language="language_model")
-FAMILIES: Mapping[str, ImageFamily] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
-"""The families by the `model_type` of config.json."""
-
-
-def family_of(config: Any) -> ImageFamily | None:
-    """Return the row of a model's configuration; None: the model reads text alone, as far as verl knows."""
-    return FAMILIES.get(config.model_type)
+from verl.media_tokens import MediaTokens, Picture
+from verl.models.families import FAMILIES, family_of
 
 
 def with_pictures(batch: Batch, pictures: Mapping[str, Picture], config: Any) -> Batch:

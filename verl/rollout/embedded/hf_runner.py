@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
+from verl.models.families import auto_class
 from verl.nn.lora import LowRank, low_ranks, with_low_ranks
 from verl.nn.rope import fix_rope
 from verl.parameter_set import POLICY_SET, ParameterSet
@@ -29,7 +29,7 @@ from verl.wire import WireFormat
 
 class HfRunner:
     """The runner of the hf engine: a module of transformers and its cache. `module` is for a model that
-    AutoModelForCausalLM cannot build."""
+    transformers cannot build from its configuration."""
 
     looks_ahead = False  # a batch is static
 
@@ -54,7 +54,7 @@ class HfRunner:
     @cached_property  # `isinstance` with a protocol reads it too
     def weight_format(self) -> WireFormat:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
+            module = auto_class(self._config).from_config(copy.deepcopy(self._config), dtype=self._dtype)
         return format_of_module(module, self._dtype)
 
     @property
@@ -77,7 +77,7 @@ class HfRunner:
     def prepare(self, source: WeightReader) -> Callable[[], None]:
         module = self._module
         if module is None:
-            module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
+            module = auto_class(self._config).from_config(copy.deepcopy(self._config), dtype=self._dtype)
             fix_rope(module, self.max_context_tokens)
         module.to(self._device).eval()  # dtype: of parameters only, buffers such as RoPE frequencies stay in fp32
         state = module.state_dict(keep_vars=True)  # tied tensors appear under each of their names

@@ -1,0 +1,64 @@
+"""Runs of a model that reads images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import metrics_of, same_tensors, small_args, small_run
+from transformers import AutoModelForImageTextToText
+from vision import model
+
+from verl.config.load import load_config
+from verl.config.validate import validate
+from verl.models import tiny
+from verl.recipes import arithmetic
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    return tiny.save(model("qwen2_5_vl", **ends), tokenizer, tmp_path_factory.mktemp("vl"))
+
+
+def exported(folder: Path) -> dict[str, torch.Tensor]:
+    loaded, found = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    return dict(loaded.named_parameters())
+
+
+@pytest.mark.slow
+def test_rows_of_text_train_its_language_model(folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path) -> None:
+    """The default engine of rollouts does not compute it, so hf does. A resumed run is that without an interruption."""
+    done = small_run(tmp_path, folder, arithmetic_data, "checkpoint.every_steps=1")
+    last = metrics_of(tmp_path / "r")[3]
+    assert done.steps == 3 and last["mismatch/max_abs_dlogp"] < 1e-5 and last["sync/canary_mean_abs"] < 1e-5
+    for steps in (1, 3):
+        small_run(tmp_path, folder, arithmetic_data, f"run.total_steps={steps}", "run.name=again")
+    before, after, again = (
+        exported(f) for f in (folder, *(tmp_path / name / "checkpoints" / "step_3" / "hf" for name in ("r", "again")))
+    )
+    same_tensors(after, again)
+    changed = {name for name, p in before.items() if not torch.equal(p, after[name])}
+    assert changed == {name for name in before if ".visual." not in name}
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        ("model.lora.rank=4", "model.lora: model.path=.* is a qwen2_5_vl, a model that reads images, and its factors"),
+        ("rollout.engine=openai", "rollout.engine=openai: .*which no server was tested with; set rollout.engine=hf"),
+        (
+            "cluster.ranks_per_node=2 cluster.backend=ray",
+            "model.engine=sharded: .*ranks do not divide it; use one rank",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, given, line
+) -> None:
+    with pytest.raises(ValueError, match=line):
+        validate(load_config(small_args(tmp_path, folder, arithmetic_data, *given.split())).config)

@@ -1,0 +1,29 @@
+"""Settings that a model which reads images cannot have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config.backends import engine_name, traits_of
+from verl.config.model_files import find_model_folder, read_model_config
+from verl.config.schema import Config
+from verl.model_engine.lora_spec import trained_by
+from verl.models.families import FAMILIES
+
+
+def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterator[str]:
+    """Yield a line for each setting that does not work with a policy that reads images. samples: the command samples
+    answers."""
+    kind = read_model_config(find_model_folder(config.model.path)).get("model_type")
+    if kind not in FAMILIES:
+        return
+    what = f"model.path={config.model.path} is a {kind}, a model that reads images"
+    if (engine := engine_name(config, "model")) != "torch":
+        yield f"model.engine={engine}: {what}, and ranks do not divide it; use one rank (model.engine=torch)"
+    if trained_by(config.model.lora) is not None:
+        yield f"model.lora: {what}, and its factors are not trained here; leave it out"
+    if command == "rm":
+        yield f"verl rm: {what}, and has no head for scores; give a language model"
+    if samples and traits_of(config.rollout.engine).server:
+        fix = "set rollout.engine=hf"
+        yield f"rollout.engine={config.rollout.engine}: {what}, which no server was tested with; {fix}"

@@ -1,0 +1,62 @@
+"""Model families that read images, one row for each: the number and positions of an image's tokens, the part of the
+model that reads them. A family without a row is refused. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.types import Grid
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFamily:
+    """The facts of a model family that reads images."""
+
+    axes: int
+    """The number of positions of each token."""
+    tokens: Callable[[Any, Grid], int]
+    """(config, grid) -> the number of tokens of an image."""
+    positions: Callable[[Any, Grid], tuple[np.ndarray, int]]
+    """(config, grid) -> the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position
+    of the token after them."""
+    language: str
+    """The language model, below the base model."""
+
+
+def _merged(config: Any, grid: Grid) -> Grid:
+    """Return the grid of an image's tokens, each of which has the content of several patches."""
+    size, (frames, rows, columns) = config.vision_config.spatial_merge_size, grid
+    return frames, rows // size, columns // size
+
+
+def _merged_tokens(config: Any, grid: Grid) -> int:
+    return int(np.prod(_merged(config, grid)))
+
+
+def _grid_positions(config: Any, grid: Grid) -> tuple[np.ndarray, int]:
+    """Return the frame, row and column of each token. The text goes on after the larger side of the image."""
+    merged = _merged(config, grid)
+    return np.indices(merged).reshape(3, -1), max(merged[1:])
+
+
+_QWEN = ImageFamily(axes=3, tokens=_merged_tokens, positions=_grid_positions, language="language_model")
+FAMILIES: Mapping[str, ImageFamily] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
+"""The families by the `model_type` of config.json."""
+
+
+def family_of(config: Any) -> ImageFamily | None:
+    """Return the row of a model's configuration; None: the model reads text alone, as far as verl knows."""
+    return FAMILIES.get(config.model_type)
+
+
+def auto_class(config: Any) -> Any:
+    """Return the class of transformers that builds and loads the model of a configuration."""
+    import transformers
+
+    if family_of(config) is None:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
