@@ -21,6 +21,7 @@ from torch import nn
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
 from verl.config.backends import ROLLOUT, traits_of
+from verl.config.compat.peft import lora_arguments, lora_spec
 from verl.config.devices import local_gpus
 from verl.config.load import load_config
 from verl.config.moved import present_value
@@ -75,9 +76,13 @@ class VerlTrainer:
         model: AutoModelForCausalLMWithValueHead | nn.Module,
         tokenizer: Any,
         ref_model: AutoModelForCausalLMWithValueHead | nn.Module | None = None,
+        peft_config: Any = None,
     ) -> None:
+        """peft_config: a LoraConfig of PEFT, or a dict of its fields: its factors are trained, and not the model's
+        weights."""
         self.config = config
         self.tokenizer = tokenizer
+        lora = lora_spec(peft_config, config.seed)
         name = _algorithm_name(config.algorithm)
         if name not in PRESETS:
             raise Refused(f"algorithm={config.algorithm!r} is not in the table: {', '.join(PRESETS)}")
@@ -90,6 +95,11 @@ class VerlTrainer:
                 f"carries no signal; set VerlConfig(samples_per_prompt={max(4, self.algorithm.group.least)})",
                 stacklevel=2,
             )
+        if lora is not None and self.algorithm.critic:
+            fix = "PPOTrainer(peft_config=...) has both on one"
+            raise Refused(
+                f"peft_config with algorithm={config.algorithm!r}: its critic would hold a second base; {fix}"
+            )
         inner = _inner_config(config, model.path)
         context, self._checkpoint_engine = context_of(inner), checkpoint_engine(inner)
         self._engine = TorchEngine(
@@ -99,6 +109,8 @@ class VerlTrainer:
                 dtype=config.dtype,
                 device=context.device,
                 gradient_checkpointing=present_value("model.gradient_checkpointing", config.gradient_checkpointing),
+                lora=lora,
+                base=model.path,
             ),
         )
         policy = replace(
@@ -183,7 +195,7 @@ class VerlTrainer:
         }
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write a Hugging Face folder of the present policy."""
+        """Write a Hugging Face folder of the present policy; of an adapter if it was given a peft_config."""
         self._learner.models["actor"].export(Path(path)).result()
 
     def close(self) -> None:
@@ -320,6 +332,7 @@ class GRPOTrainer:
     reward: a function of a module or file, with compute_score's signature (it runs in killable workers); None: by
     data_source
     overrides: any keys of `verl show config` as "key=value"
+    peft_config: a LoraConfig of PEFT, or a dict of its fields; None: all weights are trained
     """
 
     algorithm_name = "grpo"
@@ -332,6 +345,7 @@ class GRPOTrainer:
         reward: Callable[..., Any] | None = None,
         eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
         overrides: Sequence[str] = (),
+        peft_config: Any = None,
     ) -> None:
         if not isinstance(model, str | Path):
             fix = "a run loads its weights itself: give the folder (model.save_pretrained(FOLDER) writes one)"
@@ -347,6 +361,8 @@ class GRPOTrainer:
         if reward is not None:
             path, name = _importable(reward)
             self.args += [f"reward.path={path}:{name}"]
+        if peft_config is not None:
+            self.args += lora_arguments(peft_config)
         self.args += list(overrides)
 
     def train(self, steps: int | None = None) -> Finished:
@@ -380,6 +396,8 @@ class Policy:
     path: str | Path
     learning_rate: float | None = None
     gradient_checkpointing: bool | str = False
+    peft_config: Any = None
+    """A LoraConfig of PEFT, or a dict of its fields; None: all weights are trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +452,7 @@ class Trainer:
             eval_data=config.get("eval_data"),
             overrides=[],
             reward=None if isinstance(reward, RewardModel) else reward,
+            peft_config=actor.peft_config,
         )
         inner.args[0] = f"algorithm.name={name}"
         if isinstance(reward, RewardModel):

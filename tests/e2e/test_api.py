@@ -230,7 +230,7 @@ def test_ppo_trainer_and_the_step_form_have_a_critic(tmp_path, tiny_model, arith
         trainer.close()
 
 
-def facade(model: str, **config: object) -> VerlTrainer:
+def facade(model: str, peft_config: object = None, **config: object) -> VerlTrainer:
     from transformers import AutoTokenizer
 
     loaded = AutoModelForCausalLMWithValueHead.from_pretrained(model)
@@ -238,7 +238,25 @@ def facade(model: str, **config: object) -> VerlTrainer:
         config=VerlConfig(**config),  # type: ignore[arg-type]
         model=loaded,
         tokenizer=AutoTokenizer.from_pretrained(loaded.path),
+        peft_config=peft_config,
     )
+
+
+def test_a_peft_config_trains_factors_in_the_step_form(tiny_model, tmp_path):
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    trainer = facade(tiny_model, peft_config=lora, max_length=16, samples_per_prompt=4, learning_rate=1e-2)
+    before = {name: p.clone() for name, p in trainer._engine.model.named_parameters()}
+    for _ in range(2):
+        [answers] = trainer.generate_rollout(["1+1="])
+        found = trainer.step(["1+1="], [answers], [[0.0, 1.0, 0.0, 1.0]])
+        assert found["actor/grad_norm"] > 0 and found["mismatch/max_abs_dlogp"] < 1e-5, "the rollout has the factors"
+    changed = {name for name, p in trainer._engine.model.named_parameters() if not torch.equal(p, before[name])}
+    assert len(changed) == 8 and all(name.endswith(("lora_A", "lora_B")) for name in changed)
+    trainer.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter" / "adapter_config.json").is_file()
+    trainer.close()
+    with pytest.raises(ValueError, match="its critic would hold a second base"):
+        facade(tiny_model, peft_config=lora, algorithm="PPO")
 
 
 def test_remax_compares_with_the_last_answer_and_learns_from_the_others(gpt2):
