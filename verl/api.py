@@ -3,11 +3,9 @@ train`."""
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import copy
 import importlib.util
-import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +33,7 @@ from verl.driver.setup import decoder
 from verl.driver.step import Step, experience_and_update, reads_sampler
 from verl.errors import Refused
 from verl.given_models import AutoModelForCausalLMWithValueHead, wrapped
+from verl.given_rewards import importable
 from verl.leftovers import OwnFolder
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
@@ -359,7 +358,7 @@ class GRPOTrainer:
         if eval_data is not None:
             self.args.append(f"data.eval_files=[{self._file(eval_data, 'eval')}]")
         if reward is not None:
-            path, name = _importable(reward)
+            path, name = importable(reward)
             self.args += [f"reward.path={path}:{name}"]
         if peft_config is not None:
             self.args += lora_arguments(peft_config)
@@ -497,23 +496,3 @@ def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
         if key not in keys:
             hint = did_you_mean(key, keys, form="did you mean {!r}?") or f"known: {', '.join(keys)}"
             raise Refused(f"{where}: unknown key {key!r}; {hint}")
-
-
-def _importable(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Return (file, name) of a reward function, by which its worker processes import it."""
-    source = inspect.getsourcefile(fn)
-    if source is None or "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
-        raise Refused(
-            f"reward={fn.__qualname__}: rewards run in killable worker processes, which must be able to import them; "
-            "define the function at the top level of a file"
-        )
-    if fn.__module__ == "__main__" and not any(map(_is_guard, ast.parse(Path(source).read_text()).body)):
-        raise Refused(
-            f"reward={fn.__qualname__}: its workers import {source}, which would start this run again in each of them; "
-            'put what starts it below `if __name__ == "__main__":`, or the function in a file of its own'
-        )
-    return source, fn.__qualname__
-
-
-def _is_guard(node: ast.stmt) -> bool:
-    return isinstance(node, ast.If) and {"__name__", "'__main__'"} <= set(ast.unparse(node.test).split())
