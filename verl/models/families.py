@@ -25,6 +25,8 @@ class ImageFamily:
     of the token after them."""
     language: str
     """The language model, below the base model."""
+    tower: str
+    """The vision tower with its projection to the width of the language model, below the base model."""
 
 
 def _merged(config: Any, grid: Grid) -> Grid:
@@ -43,7 +45,9 @@ def _grid_positions(config: Any, grid: Grid) -> tuple[np.ndarray, int]:
     return np.indices(merged).reshape(3, -1), max(merged[1:])
 
 
-_QWEN = ImageFamily(axes=3, tokens=_merged_tokens, positions=_grid_positions, language="language_model")
+_QWEN = ImageFamily(
+    axes=3, tokens=_merged_tokens, positions=_grid_positions, language="language_model", tower="visual"
+)
 FAMILIES: Mapping[str, ImageFamily] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
 """The families by the `model_type` of config.json."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from verl.errors import Refused
+from verl.models.families import family_of
 from verl.rollout.embedded.core import check_context
 from verl.rollout.native.layers import ACTIVATIONS
 
@@ -36,6 +37,9 @@ class Architecture:
     """Feed-forward blocks may consist of experts with a router."""
     same_window: bool = False
     """transformers applies config.sliding_window to all layers, and ignores layer_types."""
+    axes: Literal["one", "in sections", "in turns"] = "one"
+    """The positions of a token: one, or one for each axis of an image. The frequencies of RoPE are then divided among
+    the axes by `mrope_section`: in sections, one after the other, or in turns."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -44,8 +48,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(mlp_bias="mlp_bias"),
     "mistral": Architecture(qkv_bias=False, out_bias=False, same_window=True),
     "qwen2": Architecture(qkv_bias=True, out_bias=False),
+    "qwen2_5_vl_text": Architecture(qkv_bias=True, out_bias=False, axes="in sections"),
+    "qwen2_vl_text": Architecture(qkv_bias=True, out_bias=False, axes="in sections"),
     "qwen3": Architecture(qk_norm=True),
     "qwen3_moe": Architecture(qk_norm=True, experts=True, same_window=True),
+    "qwen3_vl_text": Architecture(qk_norm=True, axes="in turns"),
 }
 
 
@@ -54,6 +61,7 @@ class Shape:
     """The sizes and switches of a decoder, read once from its HF config."""
 
     arch: Architecture
+    prefix: str  # of the names of its weights, besides those of the head
     layers: int
     hidden: int
     heads: int
@@ -74,6 +82,7 @@ class Shape:
     windows: tuple[int, ...]  # per layer: how many of the newest tokens a query attends to, its own included; 0: all
     ropes: tuple[int, ...]  # per layer: the index of its kind in `rotary_frequencies`
     experts: tuple[int, ...]  # per layer: the number of experts; 0: one dense block
+    axes: tuple[int, ...]  # per frequency of RoPE: the axis of its position; (): a token has one position
     chosen_experts: int = 0
     expert_ffn: int = 0
     normalised_experts: bool = False
@@ -81,10 +90,12 @@ class Shape:
 
 def shape_of(config: Any, max_context_tokens: int) -> Shape:
     """Return the shape from a HF config. Raise UnsupportedModel for a model that native does not compute."""
+    family, whole, config = family_of(config), config, config.get_text_config()
     arch = ARCHITECTURES.get(config.model_type)
-    if arch is None:
-        known = sorted(ARCHITECTURES)
-        raise UnsupportedModel(f"model_type={config.model_type!r}: the native rollout engine computes {known}")
+    reads_text = family is None and config is whole
+    if arch is None or (arch.axes == "one") != reads_text:
+        known = sorted(name.removesuffix("_text") for name in ARCHITECTURES)
+        raise UnsupportedModel(f"model_type={whole.model_type!r}: the native rollout engine computes {known}")
     name = "hidden_activation" if arch.gemma else "hidden_act"
     activation = ACTIVATIONS.get(getattr(config, name))
     if activation is None:
@@ -106,6 +117,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
         sparse |= dict(normalised_experts=config.norm_topk_prob)
     return Shape(
         arch,
+        "model." if family is None else f"model.{family.language}.",
         layers,
         hidden,
         heads,
@@ -118,7 +130,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
         qkv_bias=flag(arch.qkv_bias),
         out_bias=flag(arch.out_bias),
         mlp_bias=flag(arch.mlp_bias),
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(whole.tie_word_embeddings),
         query_scale=float((config.query_pre_attn_scalar if arch.gemma else head_dim) ** -0.5),
         attention_cap=(config.attn_logit_softcapping or 0.0) if arch.attention_cap else 0.0,
         logit_cap=(config.final_logit_softcapping or 0.0) if arch.gemma else 0.0,
@@ -126,6 +138,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
         windows=tuple(_window(config, arch, i) for i in range(layers)),
         ropes=tuple(kinds.index(config.layer_types[i]) if len(kinds) > 1 else 0 for i in range(layers)),
         experts=tuple(_experts(config, i) if arch.experts else 0 for i in range(layers)),
+        axes=_axes(config, arch, head_dim),
         **sparse,
     )
 
@@ -143,6 +156,18 @@ def _experts(config: Any, layer: int) -> int:
     return int(config.num_experts) if sparse else 0
 
 
+def _axes(config: Any, arch: Architecture, head_dim: int) -> tuple[int, ...]:
+    """Return the axis of each frequency of RoPE, of frame, row and column; () if a token has one position."""
+    if arch.axes == "one":
+        return ()
+    sections = config.rope_parameters.get("mrope_section")
+    if sections is None or len(sections) != 3 or sum(sections) != head_dim // 2:
+        raise UnsupportedModel(f"mrope_section={sections}: native divides {head_dim // 2} frequencies among 3 axes")
+    if arch.axes == "in sections":
+        return tuple(axis for axis, frequencies in enumerate(sections) for _ in range(frequencies))
+    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(head_dim // 2))
+
+
 def rope_kinds(config: Any) -> list[str | None]:
     """Return the kinds of layers that have their own rotary tables, or [None] for one table."""
     rope = getattr(config, "rope_parameters", None) or {}
@@ -152,6 +177,7 @@ def rope_kinds(config: Any) -> list[str | None]:
 def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, Tensor]:
     """Return RoPE as transformers defines it: frequencies float32 [kinds, head_dim / 2] and the factors [kinds] of cos
     and sin."""
+    config = config.get_text_config()
     made = [_frequencies(config, head_dim, kind) for kind in rope_kinds(config)]
     return torch.stack([f for f, _ in made]), torch.tensor([factor for _, factor in made])
 

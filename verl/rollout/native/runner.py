@@ -31,6 +31,7 @@ from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PAGE, PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
 from verl.rollout.native.sets import NO_SET, LiveSets
+from verl.rollout.native.tower import tower_of
 from verl.rollout.native.weights import Storage, Weights, weights_of
 from verl.wire import WireFormat
 
@@ -69,6 +70,7 @@ class NativeRunner:
         self.compute_dtype = torch.float32 if emulates else context.dtype
         self.model = Model(context.hf_config, self.max_context_tokens, device)
         self.vocab_size = self.model.shape.vocab
+        self._tower = tower_of(context.hf_config, self.compute_dtype, device)
         prompts = choose("prompt_attention", self._use())
         self.model.prompt_attention = None if prompts is None else prompts.call
         in_pages = device.type == "cuda" if paged is None else paged
@@ -77,13 +79,12 @@ class NativeRunner:
         )
         self.without_fused = chosen if isinstance(chosen, str) else None
         fused = chosen if isinstance(chosen, DecodeOps) else None
-        exact = self._deterministic and fused is not None
         self.ops = choose_ops(
             device,
             self.compute_dtype,
             compiled=compiled,
             products=products,
-            exact_rows=exact,
+            exact_rows=self._deterministic and fused is not None,
             float32_head=context.float32_head,
             block_linear=block_linear or self._block_linear(),
         )
@@ -122,6 +123,8 @@ class NativeRunner:
         found = choose_block_linear(self._use())
         if isinstance(found, str):
             raise Refused(f"rollout.dtype=fp8 on {self._device}: {found}; set rollout.dtype=bfloat16")
+        if self._tower is not None:
+            raise Refused("rollout.dtype=fp8: the vision tower is not computed in 8 bits; set rollout.dtype=bfloat16")
         return found
 
     def _make_cache(
@@ -175,7 +178,8 @@ class NativeRunner:
     def prepare(self, source: WeightReader) -> Callable[[], None]:
         layout = self.ops.products if self.ops.products.fills else None
         kept = self.ops.block_linear is not None
-        storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device, layout, kept)
+        kinds = self._dtype, self.compute_dtype, self._device
+        storage = Storage(self.model.shape, *kinds, layout, kept, self._tower)
         receive(self._read(source), storage.destinations)
         return partial(self._switch, weights_of(storage, self.ops))
 

@@ -16,6 +16,7 @@ from verl.rollout.embedded.receive import Destination
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.layers import Experts, FeedForward, Norm, Stacked
 from verl.rollout.native.ops import NativeOps
+from verl.rollout.native.tower import Tower
 from verl.wire import FP8_BLOCK
 
 OF_BLOCKS = (".scales", ".scale_rows")  # ends of the keys of tensors that hold no weights
@@ -53,6 +54,7 @@ class Weights:
     joined: Layers | None  # computes all layers in one call, if a kernel exists
     destinations: Mapping[str, Destination]  # for loading another version into this memory; empty: not possible
     tied_head: FilledLinear | None  # the head, if it is a second layout of the tied embedding
+    tower: Mapping[str, Tensor]  # the weights of the vision tower, by name; empty: the model reads text alone
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return the scaled embeddings [T, hidden] of ids [T]."""
@@ -63,6 +65,8 @@ class Weights:
         """Copy the values of another version into the memory of this one."""
         for mine, new in zip(self.tensors, fresh.tensors, strict=True):
             mine.copy_(new)
+        for name, tensor in self.tower.items():
+            tensor.copy_(fresh.tower[name])
 
     def pack_tied_head(self) -> None:
         """Pack the head again after its tied embedding was overwritten."""
@@ -91,7 +95,7 @@ class Projections:
 
 def projections(s: Shape, layer: int) -> Iterator[Projections]:
     """Yield the products of a decoder layer, in the order of its computation, without those of experts."""
-    key, at = f"{layer}.", f"model.layers.{layer}."
+    key, at = f"{layer}.", f"{s.prefix}layers.{layer}."
     q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
     heads = (at + "self_attn.q_proj", q), (at + "self_attn.k_proj", kv), (at + "self_attn.v_proj", kv)
     yield Projections(key + "qkv", heads, s.hidden, s.qkv_bias, rotated=2)
@@ -115,6 +119,8 @@ class Storage:
     device: torch.device
     layout: Products | None = None  # a layout that can be filled; None: tensors are received as they are
     blocks: bool = False  # projections arrive and are kept in blocks of 8 bits
+    tower: Tower | None = None  # the model's vision tower
+    seeing: dict[str, Tensor] = field(default_factory=dict)  # its weights
     tensors: dict[str, Tensor] = field(default_factory=dict)
     products: dict[str, FilledLinear] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
@@ -122,14 +128,18 @@ class Storage:
     def __post_init__(self) -> None:
         s = self.shape
         assert not (self.blocks and self.layout), "blocks have a layout of their own"
-        self._own("embed", (s.vocab, s.hidden), "model.embed_tokens.weight")
-        self._norm("norm", "model.norm")
+        self._own("embed", (s.vocab, s.hidden), s.prefix + "embed_tokens.weight")
+        self._norm("norm", s.prefix + "norm")
         if s.tied:  # one tensor under two names, of which one is enough
-            self.destinations["lm_head.weight"] = self.destinations["model.embed_tokens.weight"]
+            self.destinations["lm_head.weight"] = self.destinations[s.prefix + "embed_tokens.weight"]
         else:
             self._fuse(Projections("head", (("lm_head", s.vocab),), s.hidden))
         for i in range(s.layers):
-            self._layer(i, f"{i}.", f"model.layers.{i}.")
+            self._layer(i, f"{i}.", f"{s.prefix}layers.{i}.")
+        if self.tower is not None:
+            self.seeing = self.tower.empty()
+            for name, into in self.seeing.items():
+                self.destinations[f"model.{name}"] = Destination(into.shape, into, into.shape, self.dtype)
 
     def params(self) -> int:
         """Return the number of weights that a token is multiplied with."""
@@ -359,6 +369,7 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
     head = _float32_head(storage, ops) or tied_head or (make.linear(t["embed"]) if s.tied else make.named("head"))
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout.keeps or key in ("embed", "head.weight"))
     kept += 0 if tied_head is None else tied_head.nbytes
+    kept += sum(tensor.nbytes for tensor in storage.seeing.values())
     return Weights(
         joined=join_layers(layers, s, layout),
         tied_head=tied_head,
@@ -372,6 +383,7 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
         tensors=tuple(t.values()) if layout.keeps else (),
         params=params,
         nbytes=kept + sum(one.nbytes for one in make.linears),
+        tower=storage.seeing,
     )
 
 
