@@ -32,7 +32,7 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_rows_of_text_train_its_language_model(folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path) -> None:
-    """The default engine of rollouts does not compute it, so hf does. A resumed run is that without an interruption."""
+    """A resumed run is that without an interruption."""
     done = small_run(tmp_path, folder, arithmetic_data, "checkpoint.every_steps=1")
     last = metrics_of(tmp_path / "r")[3]
     assert done.steps == 3 and last["mismatch/max_abs_dlogp"] < 1e-5 and last["sync/canary_mean_abs"] < 1e-5

@@ -45,9 +45,7 @@ def _grid_positions(config: Any, grid: Grid) -> tuple[np.ndarray, int]:
     return np.indices(merged).reshape(3, -1), max(merged[1:])
 
 
-_QWEN = ImageFamily(
-    axes=3, tokens=_merged_tokens, positions=_grid_positions, language="language_model", tower="visual"
-)
+_QWEN = ImageFamily(axes=3, tokens=_merged_tokens, positions=_grid_positions, language="language_model", tower="visual")
 FAMILIES: Mapping[str, ImageFamily] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
 """The families by the `model_type` of config.json."""
 
