@@ -102,6 +102,7 @@ STORED = "tests/numerics/test_stored_answers.py"
 FEEDBACK = "tests/numerics/test_feedback.py"
 OBSERVATION = "tests/numerics/test_observation.py"
 RANKS = "tests/distributed/test_gate.py tests/distributed/test_state.py"
+SIBLINGS = "tests/distributed/test_siblings.py"
 STAGES = "tests/distributed/test_pipeline.py " + RANKS
 
 A, W = "algorithms/", "workers/"
@@ -460,6 +461,9 @@ MUTANTS = (
     Mutant(
         "model_engine/sharded.py", "assert torch.equal(now, then)", "assert 1", "tests/distributed/test_parts_sync.py"
     ),
+    Mutant("model_engine/sharded.py", '[p.device_mesh.get_local_rank("tensor")]', "[0]", RANKS),
+    Mutant("model_engine/sharded.py", "lender.root, names)", "lender.root, set())", SIBLINGS),
+    Mutant("nn/torch_compat.py", "= source._sharded_param_data", "= source._sharded_param_data.clone()", SIBLINGS),
     Mutant("model_engine/pipeline.py", "and self.lora is None", "", RANKS),
     Mutant("model_engine/pipeline.py", "if out.requires_grad:", "if True:", STAGES),
     Mutant("nn/linear_logprob.py", "(share * (next(of_ranks) - log_share))", "(share * next(of_ranks))", RANKS),
@@ -1366,7 +1370,9 @@ MUTANTS = (
     Mutant("nn/recompute.py", ", t.storage_offset())", ", 0)", RECOMPUTE),
     Mutant("nn/fused.py", "norm(x, weight, eps), 2", "norm(x, weight, 2 * eps), 2", RECOMPUTE),
     Mutant("model_engine/optim.py", "increment_version(every)", "pass", COPY),
-    Mutant("model_engine/compute_copy.py", "if versions != self._versions:", "if False:", COPY),
+    Mutant("model_engine/compute_copy.py", "if before != now:", "if False:", COPY),
+    Mutant("model_engine/compute_copy.py", "lent[p] if p in lent else ", "", COPY),
+    Mutant("config/on_base.py", "return all(filecmp", "return True or all(filecmp", LORA),
     Mutant("model_engine/compute_copy.py", "copy.grad_dtype = master.dtype", "pass", COPY),
     Mutant("model_engine/compute_copy.py", "copy.grad = master.grad", "pass", COPY),
     Mutant("model_engine/compute_copy.py", "if not self._keeps:", "if False:", COPY),

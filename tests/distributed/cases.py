@@ -71,8 +71,8 @@ def model(name: str) -> Any:
     return MODELS[name.removesuffix(LORA)]()
 
 
-def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEngine:
-    """The model on this rank; without a layout in one process."""
+def engine(name: str, role: str, layout: Layout | None, lender: Any = None, **given: Any) -> TorchEngine:
+    """The model on this rank; without a layout in one process. lender: the model whose frozen shards it uses."""
     trained = role in ("actor", "critic", *TAUGHT)
     if role in TAUGHT:
         given["teacher"] = TEACHER
@@ -91,7 +91,7 @@ def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEn
     if layout is None:
         return with_random_factors(TorchEngine(own, EngineSettings(**settings | given)))
     kind = PipelinedEngine if layout.pipeline > 1 else ShardedEngine
-    return with_random_factors(kind(own, EngineSettings(**settings | given), layout=layout))
+    return with_random_factors(kind(own, EngineSettings(**settings | given), layout=layout, lender=lender))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -14,8 +15,10 @@ from cases import EXPERTS, LORA, SIZES, Case, differences, engine, on_rank, one_
 from forked import run, tensor_bytes
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from verl.checkpoint.adapter_export import write_adapter
 from verl.checkpoint.shards import tensor_names
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.sharded import ShardedEngine
@@ -273,6 +276,27 @@ def test_under_lora_the_policy_as_of_its_start_is_that_of_one_process(layout):
         return float((now - start).abs().max())
 
     assert min(run(at.world_size, compared)) > 0.01, "the factors matter"
+
+
+def test_the_start_of_an_adapter_is_that_of_one_process_where_ranks_cut_layers(tmp_path):
+    """The reference of a policy that started from an adapter, after an update: ranks have slices of its factors."""
+    cases.model("llama, biases").save_pretrained(tmp_path / "base")
+    made = engine("llama, biases" + LORA, "actor", None)
+    (tmp_path / "adapter").mkdir()
+    write_adapter(tmp_path / "adapter", made.exported_set, tmp_path / "base", made.exported())
+    given = {"lora": LoraSpec(path=str(tmp_path / "adapter")), "base": tmp_path / "base"}
+    for layout in (Layout(world_size=4, tensor=2), LAYOUTS["stages"]):
+        case = Case(layout, model="llama, biases" + LORA)
+
+        def compared(rank: int, case: Case = case) -> float:
+            alone = engine(case.model, "actor", None, **given)
+            e, batch = steps(case, rank, 1, engine(case.model, "actor", case.layout, **given)), share(case, rank)[1]
+            expected, start = (one.infer(batch, ("logprobs",), start=True)["logprobs"] for one in (alone, e))
+            now = e.infer(batch, ("logprobs",))["logprobs"]
+            assert torch.allclose(start, expected, atol=1e-5)
+            return float((now - start).abs().max())
+
+        assert min(run(layout.world_size, compared)) > 1e-3, "training moved the factors"
 
 
 def test_weights_leave_whole_under_their_own_names_and_ties_are_kept():

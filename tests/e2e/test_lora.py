@@ -9,10 +9,15 @@ from quantised import quantised_copy
 from safetensors.torch import load_file
 from small_runs import REWARD, metrics_of, small_run, tensors_of
 
+from verl.checkpoint.hf import HfExport
 from verl.cli import main
+from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.lora import read_lora
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.merging import write_merged
 from verl.model_engine.quantised_parts import load_dequantised
+from verl.model_engine.settings import EngineSettings
+from verl.model_engine.torch_engine import TorchEngine
 
 LORA = ("model.lora.rank=4", "model.lora.alpha=8", "optim.lr=3e-3")
 
@@ -116,3 +121,50 @@ def merged_of_codes(tmp_path, checkpoint, base, rows):
         f"reward.path={REWARD}",
     )
     assert main(["eval", *given, "run.name=e", "eval.max_response_tokens=4", "data.max_prompt_tokens=16"]) == 0
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory, tiny_model):
+    """Adapters of the tiny model, as a policy and as a reward model, and the same merged into it."""
+    where, found = tmp_path_factory.mktemp("adapters"), {}
+    for head in ("lm", "score"):
+        settings = EngineSettings(
+            head=head, lora=LoraSpec(rank=4), score=torch.ones(1, 32) if head == "score" else None
+        )
+        e = TorchEngine(load_causal_lm(tiny_model), settings)
+        with torch.no_grad():
+            for name, p in e.model.named_parameters():
+                if name.endswith("lora_B"):
+                    p.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        HfExport(tiny_model).write(where / head, e.exported(), e.exported_set)
+        write_merged(where / head, where / f"{head} merged", "float32")
+        found[head] = where / head, where / f"{head} merged"
+    return found
+
+
+@pytest.mark.parametrize("role", ["teacher", "reward_model"])
+def test_an_adapter_on_the_policys_base_is_a_set_and_no_model(tmp_path, tiny_model, arithmetic_data, adapters, role):
+    """The numbers of a run with it are those of a run with a merged model of its own."""
+    teaches = role == "teacher"
+    more = ("algorithm.name=gkd_topk", "teacher.top_k=8") if teaches else ("reward.path=null",)
+    found = []
+    for number, path in enumerate(adapters["lm" if teaches else "score"]):
+        given = (*LORA, *more, f"teacher.path={path}" if teaches else f"reward.model={path}", "run.total_steps=2")
+        small_run(tmp_path / str(number), tiny_model, arithmetic_data[:1], *given)
+        found.append(metrics_of(tmp_path / str(number) / "r"))
+        plan = json.loads((tmp_path / str(number) / "r" / "plan.json").read_text())
+        assert plan["on_base"] == ([role] if number == 0 else [])
+    name = "actor/teacher_divergence" if teaches else "critic/score/mean"
+    for step in (1, 2):
+        own, merged = (metrics[step][name] for metrics in found)
+        assert own == pytest.approx(merged, rel=1e-3) and own != 0
+
+
+def test_an_adapter_as_reward_model_without_a_frozen_base_is_refused(tmp_path, tiny_model, arithmetic_data, adapters):
+    folder, _ = adapters["score"]
+    for more, why in (
+        ((f"reward.model={folder}",), "an adapter is read on the frozen base of a policy that trains LoRA"),
+        ((*LORA, f"reward.model={adapters['lm'][0]}"), "an adapter without score.weight, of a language model"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            small_run(tmp_path, tiny_model, arithmetic_data[:1], "reward.path=null", *more)

@@ -19,11 +19,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.algorithms.losses import nll
 from verl.batch import pack
+from verl.model_engine import settings
+from verl.model_engine.base import EngineContext
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.options import Options
 from verl.model_engine.settings import EngineSettings
-from verl.model_engine.torch_engine import TorchEngine
+from verl.model_engine.sibling import build_sibling
+from verl.model_engine.torch_engine import TorchEngine, build
 from verl.nn import attention, fused
-from verl.objective import Term
+from verl.objective import Term, TermValue
 from verl.types import Segment
 
 OPTIM = OptimSpec(lr=1e-2, weight_decay=0.1, average=0.5)
@@ -173,6 +178,29 @@ def test_parameters_that_a_model_keeps_in_float32_stay_so(model: Any) -> None:
     with e.passes._compute_weights():
         kinds = {n: p.dtype for n, p in e.model.named_parameters()}
     assert kinds.pop("model.norm.weight") == torch.float32 and {*kinds.values()} == {torch.bfloat16}
+
+
+def test_a_critic_computes_with_the_policys_copy_of_the_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a copy of its own. An update casts the factors alone."""
+    use_facts(monkeypatch, settings, copies_weights=True)
+    monkeypatch.setattr(settings, "native_bf16", lambda device: True)
+    make().save_pretrained(tmp_path)
+    given: Any = {"folder": tmp_path, "lora": LoraSpec(rank=4), "optim": OptimSpec(lr=1e-2), "dtype": "bfloat16"}
+    policy, context = build(Options(), EngineContext(**given)), EngineContext(**given, head="value")
+    critic, alone = build_sibling(policy, Options(), context), build(Options(), context)
+    terms = (Term(name="loss", fn=lambda c: TermValue((c["values"] - 1) ** 2), outputs=("values",)),)
+    for _ in range(3):
+        for e in (critic, alone):
+            e.forward_backward(batch_of(samples()), terms)
+            e.optim_step()
+        changed_by_step(policy, Path())
+        found = [e.infer(pack(samples()), ("values",))["values"] for e in (critic, alone)]
+        assert torch.equal(*found) and found[0].abs().max() > 0
+    policys, own = (e.passes._copy._copies for e in (policy, critic))
+    base = [p for p in own if not p.requires_grad]
+    assert len(base) > 10 and all(own[p] is policys[p] for p in base)
+    assert {*own} - {*base} and not ({*own} - {*base}) & {*policys}, "each role has factors of its own"
+    assert all(own[p]._version == 0 for p in base) and all(own[p]._version > 1 for p in {*own} - {*base})
 
 
 # -- what is saved for the backward pass -------------------------------------------------------------------------------

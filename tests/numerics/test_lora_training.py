@@ -385,6 +385,33 @@ def test_a_sibling_computes_as_an_engine_with_a_base_of_its_own(tmp_path):
     assert policy.check_packing(share_prefix=True) < 1e-3 > critic.check_packing(share_prefix=True)
 
 
+def test_an_adapter_on_the_policys_base_computes_as_one_in_a_model_of_its_own(tmp_path):
+    """A teacher and a reward model, while the policy is trained; they change with no update and save nothing."""
+    base, batch = tmp_path / "base", batch_of(samples())
+    model = make()
+    model.save_pretrained(base)
+    policy = build_engine(Options(), EngineContext(folder=base, lora=SPEC, optim=OptimSpec(lr=1e-2), dtype="float32"))
+    start = policy.infer(batch, ("logprobs",))["logprobs"]
+    for head, output in (("lm", "logprobs"), ("score", "scores")):
+        score = torch.ones(1, 16) if head == "score" else None
+        made = trained(model, head=head, score=score, dtype="float32")
+        HfExport(base).write(tmp_path / head, made.exported(), made.exported_set)
+        frozen = EngineContext(folder=base, lora=LoraSpec(path=str(tmp_path / head)), head=head, dtype="float32")
+        ours = build_sibling(policy, Options(offload_frozen=True), frozen)
+        expected = made.infer(batch, (output,))[output]
+        policy.forward_backward(batch, NLL)
+        policy.optim_step()
+        torch.testing.assert_close(ours.infer(batch, (output,))[output], expected, rtol=1e-5, atol=1e-5)
+        assert not ours.capabilities.trains and not any(p.requires_grad for p in ours.local.trained().parameters())
+        held = {p.data_ptr() for n, p in policy.model.named_parameters() if not is_factor(n)}
+        assert held == {p.data_ptr() for n, p in ours.model.named_parameters() if not is_factor(n)}, "one base"
+        assert ours.check_packing(share_prefix=True) < 1e-3
+        if head == "lm":
+            assert (expected - start).abs().max() > 0.01
+    with pytest.raises(Refused, match="lm: no score.weight in its weights: a language model"):
+        build_sibling(policy, Options(), replace(frozen, lora=LoraSpec(path=str(tmp_path / "lm"))))
+
+
 def all_weights(options, context):
     """A user's engine that does not read `context.lora`."""
     return engine(make())

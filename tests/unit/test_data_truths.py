@@ -104,7 +104,7 @@ def test_rows_without_a_truth_that_the_rule_reads_are_refused(source: str) -> No
 def test_a_source_whose_truths_no_answer_could_earn_is_refused() -> None:
     async def start(*truths: Any) -> None:
         tasks = [task_of(GSM8K[0], truth) for truth in truths]
-        reward, _ = await reward_of(config, None, None, [tasks[0], *tasks])
+        reward, _ = await reward_of(config, {}, None, [tasks[0], *tasks])
         await reward.close()
 
     config = changed(Config(), {"reward.num_workers": 1})
@@ -123,7 +123,7 @@ def test_a_reward_function_gets_lists_and_mappings_that_it_may_change(tmp_path: 
     config = changed(Config(), {**given, "reward.num_workers": 1})
 
     async def start() -> None:
-        reward, _ = await reward_of(config, None, None, [task_of("mine", "4")])
+        reward, _ = await reward_of(config, {}, None, [task_of("mine", "4")])
         await reward.close()
 
     asyncio.run(start())

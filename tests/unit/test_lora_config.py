@@ -3,6 +3,7 @@ cannot be trained is refused before anything starts."""
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from each import each
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 from quantised import quantised_copy
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from verl.cli import main
+from verl.config.cluster import roles_on_base
 from verl.config.load import load_config
 from verl.config.lora_layers import base_format
 from verl.config.model_files import describe_model
@@ -278,4 +280,42 @@ def test_a_critic_and_a_reference_on_the_policys_base_are_no_further_copies_of_i
     whole, lora = (planned(folder, *ppo, *more, model="qwen").memory.items for more in ((), (RANK,)))
     assert whole["reference policy"] == whole["master weights"] and "reference policy" not in lora
     values = planned(folder, RANK, model="qwen").factors.parameters
-    assert lora["critic with its optimizer"] == pytest.approx(12 * values, rel=0.01)
+    assert lora["critic with its optimizer"] == pytest.approx(16 * values, rel=0.01)
+
+
+def test_ranks_hold_one_base_of_policy_critic_and_reference(folder):
+    ppo = (RANK, "algorithm.name=ppo", "algorithm.kl_loss_coef=0.1", "cluster.backend=ray", "cluster.ranks_per_node=2")
+    plan, apart = (planned(folder, *ppo, *more, model="qwen") for more in ((), ("cluster.roles={critic: main}",)))
+    memory, own = (one.cluster.pools["main"].memory for one in (plan, apart))
+    factors = plan.factors.parameters
+    assert memory.items["critic weights"] == 2 * factors and memory.items["critic optimizer states"] == 4 * factors
+    assert own.items["critic weights"] - 2 * factors == pytest.approx(memory.items["actor weights"], rel=0.3)
+    assert "update critic" in memory.phases and "ref weights" not in memory.items
+    line = "base      one, frozen, of actor (the trained factors), critic (its own factors and head), ref (the factors"
+    assert line in render_plan(plan) and "critic (" not in render_plan(apart)
+    assert (
+        apart.cluster.pools["main"].roles[:2] == ("actor", "critic") and plan.cluster.pools["main"].roles[0] == "actor"
+    )
+
+
+def test_an_adapter_of_the_policys_weights_is_a_set_on_its_base(folder, tmp_path):
+    """The same bytes in another folder are the same base; other values of the same shapes are another model."""
+    for name in ("same", "other"):
+        shutil.copytree(folder / "tiny", tmp_path / name)
+    changed = {name: t + 1 for name, t in load_file(tmp_path / "other" / "model.safetensors").items()}
+    save_file(changed, tmp_path / "other" / "model.safetensors")
+    for base, more, on in (
+        ("same", (RANK,), True),
+        ("other", (RANK,), False),
+        ("same", (), False),
+        ("same", (RANK, "model.engine_options.offload_weights=true"), False),
+    ):
+        named = {"base_model_name_or_path": str(tmp_path / base)}
+        path = adapter(tmp_path / f"{base}{len(more)}{on}", **named)
+        plan = planned(folder, *more, "algorithm.name=opd", f"teacher.path={path}")
+        assert plan.on_base == (("teacher",) if on else ())
+        assert ("teacher (the factors of its adapter)" in render_plan(plan)) == on
+        assert (plan.memory.items["teacher"] == 4 * 2 * 4 * 128) == on
+    apart = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.roles={teacher: main}")
+    config = resolved_of(folder, RANK, *apart, "algorithm.name=opd", f"teacher.path={path}").config
+    assert roles_on_base(config) == (), "a role with a place has a model of its own"

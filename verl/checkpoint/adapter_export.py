@@ -10,12 +10,10 @@ from pathlib import Path
 from torch import Tensor
 
 from verl.checkpoint.safetensors_file import Shard
+from verl.checkpoint.score import ADAPTER_SCORE
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.config.adapter import CONFIG, WEIGHTS, peft_config
 from verl.parameter_set import ParameterSet
-
-ADAPTER_SCORE = f"base_model.model.{SCORE_WEIGHT}"
-"""The name of a reward model's head in the folder of its adapter."""
 
 
 def write_adapter(directory: Path, parameters: ParameterSet, base: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -16,18 +16,20 @@ from verl.config.model_files import SCORE
 from verl.errors import Refused
 
 WEIGHT = SCORE
+ADAPTER_SCORE = f"base_model.model.{SCORE}"
+"""The name of the head in the folder of an adapter."""
 _KINDS = ("ForCausalLM", "LMHeadModel")
 
 
 def read_score(folder: Path) -> Tensor | None:
-    """Return the head's weight [1, H] float32 of a reward-model folder; None if it has no such head (a language
-    model)."""
+    """Return the head's weight [1, H] float32 of the folder of a reward model, or of its adapter; None if it has no
+    such head (a language model)."""
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as f:
-            if WEIGHT in f.keys():  # noqa: SIM118 - not a mapping
-                weight = f.get_tensor(WEIGHT).float()
+            if name := next((n for n in (WEIGHT, ADAPTER_SCORE) if n in {*f.keys()}), None):
+                weight = f.get_tensor(name).float()
                 if weight.shape[0] != 1:
-                    raise Refused(f"{folder}: {WEIGHT} has {weight.shape[0]} labels; a reward model has one")
+                    raise Refused(f"{folder}: {name} has {weight.shape[0]} labels; a reward model has one")
                 return weight
     return None
 

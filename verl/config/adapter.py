@@ -146,16 +146,19 @@ def read_adapter(folder: Path, base: Path, *, head: bool = False) -> dict[str, A
     return parts
 
 
-def read_factors(folder: Path, base: Path) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+def read_factors(folder: Path, base: Path, *, head: bool = False) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return the shapes of the factors A and B of each weight that an adapter changes, by its name. Raise ValueError as
-    `read_adapter`, and for an adapter with whole tensors."""
-    headers = read_weight_headers(folder)
-    return {name: (headers[part.a].shape, headers[part.b].shape) for name, part in factors_alone(folder, base).items()}
+    `factors_alone`."""
+    headers, parts = read_weight_headers(folder), factors_alone(folder, base, head=head)
+    return {name: (headers[part.a].shape, headers[part.b].shape) for name, part in parts.items()}
 
 
-def factors_alone(folder: Path, base: Path) -> dict[str, AdaptedWeight]:
-    """Return what `read_adapter` returns. Raise ValueError for an adapter with whole tensors too."""
-    parts = read_adapter(folder, base)
+def factors_alone(folder: Path, base: Path, *, head: bool = False) -> dict[str, AdaptedWeight]:
+    """Return what `read_adapter` returns, but the head of a reward model. head: the adapter has one. Raise ValueError
+    for an adapter with other whole tensors, or without the head, too."""
+    parts = read_adapter(folder, base, head=head)
+    if head and parts.pop(SCORE, None) is None:
+        raise Refused(f"{folder}: an adapter without {SCORE}, of a language model; train a reward model with verl rm")
     if whole := sorted(name for name, part in parts.items() if part.whole or not part.a):
         raise Refused(f"{folder}: an adapter with the whole tensor {whole[0]}; only factors can be published as a set")
     return parts

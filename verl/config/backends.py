@@ -100,6 +100,7 @@ MODEL: Table = {
         build="verl.model_engine.rank_engine:build",
         options="verl.model_engine.options:Options",
         faults="verl.model_engine.faults:sharded_faults",
+        sibling="verl.model_engine.rank_engine:build_rank_sibling",
     ),
 }
 ROLLOUT: Table = {

@@ -10,6 +10,7 @@ from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
 from verl.config.backends import CLUSTER, TABLES, address_of, backend_of, faults_of, layout_of
 from verl.config.devices import default_device, offloaded
+from verl.config.on_base import REWARD_MODEL, adapters_on_base
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
 from verl.model_engine.layout import Layout
@@ -26,24 +27,32 @@ ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", 
 
 
 def roles_of_policy(config: Config) -> frozenset[str]:
-    """Return the roles that have no workers of their own, since the policy's workers compute them on its frozen base.
-    An adapter that training starts from is kept by whole layers, which tensor parallelism does not have."""
-    if (lora := trained_by(config.model.lora)) is None:
+    """Return the roles that the policy's workers compute on its frozen base, if the run has them. A role that is given
+    a pool has workers of its own."""
+    if trained_by(config.model.lora) is None:
         return frozenset()
-    ref = {"ref"} if lora.path is None or config.parallel.tensor == 1 else set[str]()
-    shares = backend_of(config, "model").sibling and not offloaded(config, trained=True)
-    return frozenset(ref | ({"critic"} if shares and config.critic.path in (None, config.model.path) else set[str]()))
+    if not backend_of(config, "model").sibling or offloaded(config, trained=True):
+        return frozenset({"ref"})
+    same = config.critic.path in (None, config.model.path) and "critic" not in config.cluster.roles
+    return frozenset({"ref", *({"critic"} if same else ()), *adapters_on_base(config)})
+
+
+def _roles(config: Config) -> set[str]:
+    """Return the roles of an RL run with a model, but the policy."""
+    needs = settled(config.algorithm.name, config.algorithm.given()).needs(1)
+    built = {need.role for need in needs if need.build} | ({REWARD_MODEL} if config.reward.model is not None else set())
+    return built - {TEACHER} | {*config.teacher.roles()} if TEACHER in built else built
+
+
+def roles_on_base(config: Config) -> tuple[str, ...]:
+    """Return the roles of an RL run that have no model of their own: they compute on the policy's frozen base."""
+    return tuple(sorted(_roles(config) & roles_of_policy(config)))
 
 
 def placed_roles(config: Config) -> tuple[str, ...]:
     """Return the roles of an RL run that have workers of their own."""
-    needs = settled(config.algorithm.name, config.algorithm.given()).needs(1)
-    built = {need.role for need in needs if need.build}
-    if TEACHER in built:
-        built = built - {TEACHER} | {*config.teacher.roles()}
-    built -= roles_of_policy(config)
-    models = ("actor", *sorted(built))
-    return (*models, *(("reward_model",) if config.reward.model is not None else ()), "compute", "recorder")
+    models = sorted(_roles(config) - roles_of_policy(config), key=lambda role: (role == REWARD_MODEL, role))
+    return ("actor", *models, "compute", "recorder")
 
 
 def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], dict[str, str]]:

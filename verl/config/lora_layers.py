@@ -29,7 +29,7 @@ _ROUTERS = (".gate", ".router", ".shared_expert_gate")
 
 @dataclass(frozen=True, slots=True)
 class TrainedFactors:
-    """The factors that LoRA trains in a model."""
+    """The factors of LoRA in a model, which are trained, or those of a frozen role on its base."""
 
     rank: int
     layers: Mapping[str, tuple[int, int]]
@@ -51,9 +51,15 @@ def trained_factors(config: Config, path: str | None = None) -> TrainedFactors |
     if spec.path is None:
         return _drawn(spec, folder)
     try:
-        parts = read_factors(Path(spec.path).expanduser(), folder)
+        return factors_of(Path(spec.path).expanduser(), folder)
     except ValueError as exc:
         raise type(exc)(str(exc).replace("model.path=", "model.lora.path=")) from exc
+
+
+def factors_of(adapter: Path, base: Path, *, head: bool = False) -> TrainedFactors:
+    """Return the factors of an adapter of the model in `base`. head: it has the head of a reward model too. Raise
+    ValueError if it does not fit."""
+    parts = read_factors(adapter, base, head=head)
     sizes = {name.removesuffix(".weight"): (a, b) for name, (a, b) in parts.items()}
     rank = max(a[0] for a, _ in sizes.values())
     return TrainedFactors(rank, {name: (b[0], a[1]) for name, (a, b) in sizes.items()})

@@ -14,13 +14,14 @@ from typing import Literal
 from verl.algorithms.presets import knobs, settled, unknown_option
 from verl.algorithms.sections import POLICY, is_url, split_key
 from verl.algorithms.specs import function
-from verl.config.adapter import base_of, read_adapter
+from verl.config.adapter import base_of, factors_alone, is_adapter, read_adapter
 from verl.config.agent import agent_faults
 from verl.config.backends import complete_options, longest_sequence
-from verl.config.cluster import TRAINS, cluster_faults
+from verl.config.cluster import TRAINS, cluster_faults, roles_of_policy
 from verl.config.image_models import image_model_faults
 from verl.config.lora_layers import frozen_base_faults, lora_layer_faults, unused_lora
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
+from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import Config
 from verl.config.served import rollout_faults
 from verl.config.tree import convert, leaves, text_of, values_of
@@ -291,7 +292,7 @@ def _reward(config: Config) -> Iterator[str]:
     elif _is_no_module(file):
         yield f"reward.path={r.path}: no such file or module; FILE.py, or a module in the current folder or PYTHONPATH"
     if r.model is not None and not (Path(r.model).expanduser() / "config.json").is_file():
-        yield _no_reward_model(r.model)
+        yield from _no_reward_model(config, r.model)
     if r.stage == "batch" and r.model is None:
         yield "reward.stage=batch needs reward.model: function rewards are always scored as answers end"
     elif r.stage == "batch" and r.path is None and config.data.eval_files:
@@ -306,12 +307,21 @@ def _is_no_module(path: str) -> bool:
     return not Path(path).is_file() and (not top.isidentifier() or find_spec(top) is None)
 
 
-def _no_reward_model(path: str) -> str:
+def _no_reward_model(config: Config, path: str) -> Iterator[str]:
+    """Yield the reason why a folder without config.json is no reward model, if it is not an adapter on the policy's
+    base."""
     try:
-        find_model_folder(path, "reward.model")
+        if is_adapter(folder := find_model_folder(path, "reward.model")):
+            factors_alone(folder, Path(base_of(path, config.model.path)), head=True)
     except ValueError as exc:
-        return str(exc)
-    return f"reward.model={path}: no config.json there; give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
+        yield str(exc).replace("model.path=", "reward.model=", 1)
+        return
+    if not is_adapter(folder):
+        fix = "give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
+        yield f"reward.model={path}: no config.json there; {fix}"
+    elif REWARD_MODEL not in roles_of_policy(config):
+        why = "an adapter is read on the frozen base of a policy that trains LoRA on the same weights, not offloaded"
+        yield f"reward.model={path}: {why}; set model.lora.rank, or merge it: verl export {path} FOLDER --merge"
 
 
 def _evaluation(config: Config, command: Command) -> Iterator[str]:

@@ -35,7 +35,7 @@ from verl.driver.checkpointer import Checkpointer
 from verl.driver.driver_host import driver_host
 from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.measure import pool_metrics
-from verl.driver.models import ModelContext, early_models, hf_export, models_of, reward_model, trained, workers_of
+from verl.driver.models import ModelContext, early_models, hf_export, models_of, scorers_of, trained, workers_of
 from verl.driver.publisher import Publisher
 from verl.driver.queue_rows import QueueRows
 from verl.driver.record import build_recorder
@@ -135,14 +135,14 @@ async def _run_of(
     total, crash_dir = updates_of_run(config, num_steps), claimed.path / "crash"
     context = context_of(config, placed_roles(config), updates=total, crash_dir=crash_dir, say=progress.message)
     refused.callback(context.cluster.close)
-    scorer = reward_model(context)
-    reward, pool = await reward_of(config, scorer, algorithm.truncation, to_rehearse(tasks, eval_tasks, loops.players))
+    models: dict[str, ModelWorkers] = {}
+    reward, pool = await reward_of(config, models, algorithm.truncation, to_rehearse(tasks, eval_tasks, loops.players))
     refused.push_async_callback(reward.close)
     prompts = (tasks[i].prompt_ids for i in range(min(64, len(tasks))))
     sync = checkpoint_engine(config, probes := probes_of(prompts, longest_sequence(config)))
     policy = trained(context, "actor", updates=updates, hf_export=hf_export(config), outlet=sync.outlet())
     actor = workers_of(context, policy)
-    models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
+    models |= models_of(context, algorithm, actor) | scorers_of(context, actor)
     learner = learner_of(context, algorithm, models, waits)
     rollout, replicas = await _started(config, tokenizer, context, waits, progress, refused)
     args = (context.queue, claimed.path, tokenizer, config.track.samples_per_step, media_of_run(claimed.path))

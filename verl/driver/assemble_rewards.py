@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from verl.algorithms.filters import Truncation
 from verl.algorithms.presets import settled
 from verl.config.frozen import thawed
+from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import BY_DATA_SOURCE, Config
 from verl.data.formats import Players
 from verl.data.render import RowCounts
@@ -30,15 +31,15 @@ REHEARSED_ROWS, TRUTHS_PER_SOURCE = 512, 4
 
 
 async def reward_of(
-    config: Config, scorer: ModelWorkers | None, truncation: Truncation | None, tasks: Sequence[Task]
+    config: Config, models: Mapping[str, ModelWorkers], truncation: Truncation | None, tasks: Sequence[Task]
 ) -> tuple[RewardFn, RewardPool | None]:
     """Build the reward: a function, a model, or both, with shaping. Return it and the pool of the function. A model
-    with stage=batch is added later, in the experience stage (driver/step.py). tasks: rows on which the function is
-    tried, to find one that always raises, and a rule by which even the ground truth gets no reward (`to_rehearse`
-    selects them)."""
+    with stage=batch is added later, in the experience stage (driver/step.py). models: by role; the
+    reward model is started later · tasks: rows on which the function is tried, to find one that always raises, and a
+    rule by which even the ground truth gets no reward (`to_rehearse` selects them)."""
     r, kwargs = config.reward, thawed(config.reward.kwargs)
     pool: RewardPool | None = None
-    if r.path is not None or scorer is None:
+    if r.path is not None or r.model is None:
         pool = RewardPool(
             grader_spec(*r.grader(), kwargs),
             num_workers=r.num_workers,
@@ -50,13 +51,13 @@ async def reward_of(
         if by_rules(config) and rewards_count(config):
             await _refuse_unearnable(pool, tasks)
     found: RewardFn
-    if scorer is None:
+    if r.model is None:
         assert pool is not None
         found = pool
     elif r.stage == "batch":
         found = pool or Later()
     else:
-        found = ModelReward(_score_rows(scorer, config.run.wait_timeout_s), coef=r.model_coef, function=pool)
+        found = ModelReward(_score_rows(models, config.run.wait_timeout_s), coef=r.model_coef, function=pool)
     of_cut = truncation or Truncation()
     if r.overlong_buffer_tokens > 0 or of_cut.shapes:
         found = Shaped(
@@ -146,9 +147,9 @@ def sandbox_of(config: Config, tasks: Sequence[Task]) -> tuple[str, ...]:
     return (f"code sandbox of rewards: {check_tier(str(config.reward.kwargs.get('tier', 'auto')))}",)
 
 
-def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:
+def _score_rows(models: Mapping[str, ModelWorkers], timeout_s: float) -> ScoreRows:
     async def score(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequence[float]:
-        found = await asyncio.to_thread(scorer.score_rows, rows)  # blocks while the model is being built
+        found = await asyncio.to_thread(models[REWARD_MODEL].score_rows, rows)  # blocks while the model is being built
         return await asyncio.wait_for(asyncio.wrap_future(found), timeout_s)
 
     return score

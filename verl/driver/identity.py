@@ -85,7 +85,7 @@ def _loop(name: str) -> str | None:
 
 
 def _teacher(path: str | None, policy: str) -> str | None:
-    """Hash a teacher's folder, an adapter with its base. The model behind a server's URL is not hashed."""
+    """Hash the folder of a teacher or reward model, an adapter with its base. A model behind a URL is not hashed."""
     if path is None or path == POLICY or is_url(path):
         return None
     base = base_of(path, policy)
@@ -129,7 +129,7 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
             "\n".join(f"{n} {_teacher(p, c.model.path)}" for n, p in c.teacher.paths.items()) or None
         ),
         "reward.path": lambda c: _grader(c.reward),
-        "reward.model": lambda c: _model(c.reward.model),
+        "reward.model": lambda c: _teacher(c.reward.model, c.model.path),
     }
 )
 

@@ -24,10 +24,11 @@ from verl.config.cluster import roles_of_policy
 from verl.config.devices import dtype_of
 from verl.config.lora_layers import base_format
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
+from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
-from verl.model_engine.lora_spec import trained_by
+from verl.model_engine.lora_spec import LoraSpec, trained_by
 from verl.model_engine.optim import OptimSpec, without_rates
 from verl.nn.heads import Head
 from verl.nn.quant import Kind
@@ -76,13 +77,26 @@ class ModelContext:
 def workers_of(
     context: ModelContext, spec: RoleSpec, view: View = AS_SAMPLED, died: Died | None = None
 ) -> ModelWorkers:
-    """Start the worker group of one model. died: called with the error if the group dies; then the run continues
-    without it."""
+    """Start the worker group of one model, or open the model in the policy's workers, on the policy's base. died:
+    called with the error if the group dies; then the run continues without it."""
+    if spec.name in roles_of_policy(context.config):
+        return _on_base_of_policy(context, spec, view)
     layout = None if spec.behind_server else context.cluster.layout
     size = layout.world_size if layout else 1
     group = context.cluster.start(spec.name, build_roles, (spec,), world_size=size, died=died)
     place = spec.name if spec.behind_server else context.cluster.place(spec.name)  # a server uses no device of the run
     return ModelWorkers(group, layout=layout, view=view, place=place)
+
+
+def _on_base_of_policy(context: ModelContext, spec: RoleSpec, view: View) -> ModelWorkers:
+    """Open a model in the policy's workers, on the frozen base of the policy, and on its device."""
+    assert context.actor is not None, "the policy is started first"
+    device, dtype = context.devices.get("actor", context.device), dtype_of(context.config, "actor")
+    own = replace(spec.context, device=device, dtype=dtype)
+    if own.adapter is not None:
+        own = replace(own, adapter=None, lora=LoraSpec(path=str(own.adapter)))
+    group = context.actor.open_sibling(replace(spec, engine=backend_of(context.config, "model").sibling, context=own))
+    return ModelWorkers(group, layout=context.cluster.layout, view=view, place=context.cluster.place("actor"))
 
 
 def workers_around(context: ModelContext, engine: ModelEngine, spec: RoleSpec) -> ModelWorkers:
@@ -156,12 +170,7 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     if c.path is not None:
         _tokenizer_of(context.config, "critic.path", Path(c.path).expanduser())
     spec = replace(role_spec(context, "critic", optim=optim, head="value", path=c.path), proven=True)
-    if "critic" not in roles_of_policy(context.config):
-        return workers_of(context, spec)
-    assert context.actor is not None, "the policy is started first"
-    spec = replace(spec, engine=backend_of(context.config, "model").sibling)
-    group, place = context.actor.open_sibling(spec), context.cluster.place("actor")
-    return ModelWorkers(group, layout=context.cluster.layout, place=place)
+    return workers_of(context, spec)
 
 
 def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
@@ -169,9 +178,7 @@ def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     if "ref" in roles_of_policy(context.config):
         assert context.actor is not None, "the policy is started first"
         return context.actor.with_view(View(start=True))
-    path, spec = context.config.model.lora.get("path"), role_spec(context, "ref")
-    adapter = Path(path).expanduser() if path else None
-    return workers_of(context, replace(spec, context=replace(spec.context, adapter=adapter)))
+    return workers_of(context, role_spec(context, "ref"))
 
 
 def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
@@ -254,10 +261,19 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
     if config.reward.model is None:
         return None
     folder = Path(config.reward.model).expanduser()
-    theirs = _tokenizer_of(config, "reward.model", folder)
-    spec = role_spec(context, "reward_model", head="score", path=str(folder))
+    base = base_of(str(folder), config.model.path)
+    adapter = folder if base != str(folder) else None
+    theirs = _tokenizer_of(config, "reward.model", folder if has_tokenizer(folder) else Path(base).expanduser())
+    spec = role_spec(context, REWARD_MODEL, head="score", path=base)
+    spec = replace(spec, context=replace(spec.context, adapter=adapter))
     end = turn_end(theirs, config.model.template_kwargs)
     return workers_of(context, replace(spec, proven=True, turn_end=end))
+
+
+def scorers_of(context: ModelContext, actor: ModelWorkers) -> dict[str, ModelWorkers]:
+    """Start the reward model, by its role, if there is one. It may be opened in the policy's workers."""
+    found = reward_model(replace(context, actor=actor))
+    return {} if found is None else {REWARD_MODEL: found}
 
 
 def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:

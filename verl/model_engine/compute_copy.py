@@ -17,10 +17,11 @@ class ComputeCopy:
     changed. Parameters that the model's class keeps in float32 are not copied. keeps: the copy stays in memory between
     passes; otherwise it is made and freed by each context.
 
-    A change is found by torch's version counter of the tensor, which `optim.step` increments."""
+    A change of a master is found by torch's version counter of the tensor, which `optim.step` increments."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, *, keeps: bool) -> None:
         self._module, self._dtype, self._keeps = module, dtype, keeps
+        self.lender: ComputeCopy | None = None  # of a module with the same frozen parameters, whose copies are used
         self._copies: dict[nn.Parameter, nn.Parameter] = {}
         self._versions: list[int] = []
 
@@ -42,6 +43,11 @@ class ComputeCopy:
             if not self._keeps:
                 self._copies.clear()
 
+    def frozen(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return the copies of the parameters that are not trained."""
+        self._refresh()
+        return {master: copy for master, copy in self._copies.items() if not master.requires_grad}
+
     def _put(self, instead: dict[nn.Parameter, nn.Parameter]) -> None:
         """Replace parameters of the module. Tied parameters stay one."""
         for module in self._module.modules():
@@ -54,11 +60,12 @@ class ComputeCopy:
         every = copied_parameters(self._module)
         versions = [p._version for p in every]
         if self._copies.keys() == {*every}:
-            if versions != self._versions:
-                for master, copy in self._copies.items():
-                    copy.copy_(master)
+            for p, before, now in zip(every, self._versions, versions, strict=True):
+                if before != now:
+                    self._copies[p].copy_(p)
         else:
-            self._copies = {p: _leaf(p, self._dtype) for p in every}
+            lent = {} if self.lender is None else self.lender.frozen()
+            self._copies = {p: lent[p] if p in lent else _leaf(p, self._dtype) for p in every}
         self._versions = versions
 
 

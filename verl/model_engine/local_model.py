@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from verl.checkpoint.adapter_export import ADAPTER_SCORE
-from verl.checkpoint.score import classifier_tensors
+from verl.checkpoint.score import ADAPTER_SCORE, classifier_tensors
 from verl.model_engine.base import WeightPart, whole_part
 from verl.model_engine.hf_model import refuse_altered_logits, saved_weights, switch_dropout_off
 from verl.model_engine.lora import LoraLayers, is_factor
@@ -47,7 +46,8 @@ class LocalModel:
         self.value_head = None if s.head == "lm" else ValueHead(self.hidden_size, bias=s.head == "value").to(master)
         if s.score is not None and self.value_head is not None:
             self.value_head.weight.data.copy_(s.score)
-        self.lora = None if s.lora is None else LoraLayers(self.model, s.lora, s.base)
+        scored = s.head == "score" and s.optim is None
+        self.lora = None if s.lora is None else LoraLayers(self.model, s.lora, s.base, head=scored)
         checkpoint_layers(self.model, s.gradient_checkpointing)
         for p in self.trained().parameters():
             p.requires_grad_(False)
@@ -55,7 +55,7 @@ class LocalModel:
             p.requires_grad_(s.optim is not None)
         self._place()
         if self.lora is not None:
-            self.lora.fill(dict(self.model.named_parameters()), self._as_rounded)
+            self.lora.fill(dict(self.model.named_parameters()), self.start_factor)
         self.model.train(s.optim is not None)
         switch_dropout_off(self.model)
 
@@ -162,10 +162,11 @@ class LocalModel:
         assert self.lora is not None, "all weights are trained, and those of the start are not kept"
         return self.lora.at_start()
 
-    def _as_rounded(self, t: Tensor) -> Tensor:
-        """Return a tensor on the device with the values that passes compute with."""
+    def start_factor(self, p: Tensor, whole: Tensor) -> Tensor:
+        """Return what a pass as of the start computes with. p: a factor of LoRA · whole: the value that it starts
+        from, of which this is the part that `p` has in a pass."""
         s = self.settings.precision
-        return t.to(self.device, s.dtype).to(s.master) if s.rounds else t.to(self.device)
+        return whole.to(self.device, s.dtype).to(s.master) if s.rounds else whole.to(self.device)
 
     def factors_merged(self) -> AbstractContextManager[None]:
         """Return a context in which the model does not add the factors of LoRA, since its weights have them."""

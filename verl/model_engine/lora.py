@@ -37,14 +37,16 @@ TRAINED_SET = "lora"
 class LoraLayers:
     """The layers of a model with factors, and whether they are used.
 
-    model: an instantiated causal LM, which may be without storage · base: its folder, for an adapter to start from"""
+    model: an instantiated causal LM, which may be without storage · base: its folder, for an adapter to start from ·
+    head: that adapter has the head of a reward model too, which is not read here"""
 
-    def __init__(self, model: Any, spec: LoraSpec, base: Path | None = None) -> None:
+    def __init__(self, model: Any, spec: LoraSpec, base: Path | None = None, *, head: bool = False) -> None:
         self._spec, self._start = spec, dict[str, Tensor]()
         self._at: Factors = "trained"
         if spec.path is not None:
             assert base is not None, "an adapter is read on top of the folder of its base"
-            self.parameters, self._start = read_lora(TRAINED_SET, Path(spec.path).expanduser(), base)
+            path = Path(spec.path).expanduser()
+            self.parameters, self._start = read_lora(TRAINED_SET, path, base, head=head)
         else:
             targets = target_modules(spec, *_linears(model), model=type(model).__name__)
             self.parameters = ParameterSet(
@@ -109,11 +111,13 @@ class LoraLayers:
             self._at = before
 
     @torch.no_grad()
-    def fill(self, into: Mapping[str, Tensor], rounded: Callable[[Tensor], Tensor]) -> None:
+    def fill(self, into: Mapping[str, Tensor], computed: Callable[[Tensor, Tensor], Tensor]) -> None:
         """Give the factors the values that training starts from: those of an adapter, or random A and zeros for B. The
         values do not depend on how the tensors are sharded.
 
-        into: by their names in the model; others are ignored · rounded: rounds a tensor as passes round the factors"""
+        into: by their names in the model; others are ignored · computed: returns, for a factor and
+        the whole tensor that it starts from, what passes as of the start compute with"""
+        start = dict[str, Tensor]()
         for module in self.parameters.targets:
             for name, own in zip((A, B), self.parameters.factors(module), strict=True):
                 if (p := into.get(f"{module}.{name}")) is None:
@@ -121,11 +125,12 @@ class LoraLayers:
                 mine, index = part_and_place(p)
                 if own in self._start:
                     mine.copy_(self._start[own][index])
+                    start[own] = computed(p, self._start[own])
                 elif name == B:
                     mine.zero_()
                 else:
                     mine.copy_(_drawn(p.shape, self._spec.seed, module)[index])
-        self._start = {name: rounded(t) for name, t in self._start.items()}
+        self._start = start
 
     def merged(self, name: str, weight: Tensor, factors: Callable[[str], Tensor], index: Index | None = None) -> Tensor:
         """Return a weight of the model with the product of its factors added; the weight itself if it has none.
@@ -179,15 +184,16 @@ def _drawn(shape: torch.Size, seed: int, module: str) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def read_lora(name: str, folder: Path, base: Path) -> tuple[ParameterSet, dict[str, Tensor]]:
-    """Read the folder of an adapter, in PEFT's layout, as a LoRA set of this name. base: the folder of its base model.
+def read_lora(name: str, folder: Path, base: Path, *, head: bool = False) -> tuple[ParameterSet, dict[str, Tensor]]:
+    """Read the folder of an adapter, in PEFT's layout, as a LoRA set of this name. base: the folder of its base model ·
+    head: it has the head of a reward model, which is left out.
 
     Return the set, with that folder as its base, and its factors in float32. A set has one rank and one scale: a factor
     of a lower rank is padded with zeros, and a module's other scale is multiplied into its factor B. Raise ValueError
     for an adapter of another model, or with tensors that are no factors."""
     if name == POLICY_SET.id:
         raise Refused(f"{name!r} is the name of the policy's own weights: give the LoRA set another one")
-    parts = factors_alone(folder, base)
+    parts = factors_alone(folder, base, head=head)
     with safe_open(folder / WEIGHTS, "pt") as file:
         read = {
             name: (file.get_tensor(part.a).float(), file.get_tensor(part.b).float()) for name, part in parts.items()

@@ -50,6 +50,8 @@ class RankWork:
     """The values in the factors of LoRA, which alone are trained; None: all weights are trained."""
     factors_rank: int = 0
     """The rank of those factors."""
+    borrows: bool = False
+    """The frozen weights are those of another role of the rank."""
     quantisation: str = "none"
     """The format of the frozen matrices in layers: none (float32), nf4 or int8."""
     publishes: bool = False
@@ -102,8 +104,8 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         waits += layout.context * keys * DTYPE_BYTES[work.dtype] * (work.checkpointing == "none")
     whole = DTYPE_BYTES["bfloat16" if copies else "float32"]  # bytes of a gathered weight
     items = {
-        "weights": (4 + 2 * copies * (not share.gathers)) * (share.weights - share.quantised)
-        + int(MATRIX_BYTES[work.quantisation] * share.quantised),
+        "weights": (4 + 2 * copies * (not share.gathers)) * share.own
+        + int(MATRIX_BYTES[work.quantisation] * share.codes),
         "compute copy of shards": 2 * copies * share.gathers * share.weights,  # in passes only
         "gathered embeddings": whole * share.outside // 4,
         # one layer beside the buffer of this or the next gathering: FSDP copies what only this rank has
@@ -145,12 +147,13 @@ class _Share:
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
         outside = root // (layout.shard * tensor)
         self.trained, self.states = self.weights, _states_bytes(work, self.weights - outside, outside, model.hidden)
-        self.quantised = (self.layer - sparse) * self.layers * (work.quantisation != "none")  # on one rank alone
+        codes = (self.layer - sparse) * self.layers * (work.quantisation != "none")  # on one rank alone
         self.factors = (work.factors or 0) * self.layers // model.layers
         if work.factors is not None:
             self.trained = -(-self.factors // (layout.shard * tensor))
             self.states = _states_bytes(work, self.trained, 0, work.factors_rank)
             self.weights += self.trained
+        self.own, self.codes = (self.trained, 0) if work.borrows else (self.weights - codes, codes)
         self.gathers, self.cut = int(layout.world_size > 1), layout.shard > 1
         self.outside, self.dense = 4 * root // tensor * self.gathers, 4 * (self.layer - sparse) // tensor
         self.experts, self.experts_cut = 4 * sparse // layout.expert, layout.shard > layout.expert

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from verl.checkpoint.adapter_export import ADAPTER_SCORE
 from verl.checkpoint.hf import HfExport
-from verl.checkpoint.score import classifier_config, classifier_tensors
+from verl.checkpoint.score import ADAPTER_SCORE, classifier_config, classifier_tensors
 from verl.config.adapter import WEIGHTS, own_base
 from verl.model_engine.adapter import open_adapter
 from verl.model_engine.hf_model import saved_weights

@@ -189,6 +189,11 @@ class Passes:
             self.local.model, self.compute, keeps=settings.optim is not None and "weights" not in settings.offload
         )
 
+    def use_copy_of(self, other: Passes) -> None:
+        """Compute with the other model's copies of the frozen parameters, which both models have."""
+        if isinstance(self._copy, ComputeCopy) and isinstance(other._copy, ComputeCopy):
+            self._copy.lender = other._copy
+
     def _room(self, batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
         return allocate_outputs(batch, names, self.local.hidden_size, self._top_k, self._precision.master)
 

@@ -21,16 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.batch import Batch, part_of
-from verl.checkpoint.adapter_export import ADAPTER_SCORE
+from verl.checkpoint.score import ADAPTER_SCORE
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.errors import Refused
 from verl.media_tokens import MediaTokens
 from verl.model_engine.base import StepOutput, WeightPart
 from verl.model_engine.hf_parts import Index
 from verl.model_engine.layout import Layout, layers_of_stages
+from verl.model_engine.meshes import patience
 from verl.model_engine.passes import Ready
 from verl.model_engine.settings import DEFAULTS, EngineSettings
-from verl.model_engine.sharded import Fill, ShardedModel, ShardedPasses, ShardedState, part_of_rank, patience
+from verl.model_engine.sharded import Fill, ShardedModel, ShardedPasses, ShardedState, part_of_rank
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.pipeline_parallel import Lane, cut, one_forward_one_backward, owners
 from verl.objective import Term
@@ -236,9 +237,15 @@ class PipelinedEngine(TorchEngine):
     """A `TorchEngine` on many ranks, each with the layers of one stage; the arguments are those of `ShardedModel`."""
 
     def __init__(
-        self, model: Any, settings: EngineSettings = DEFAULTS, *, layout: Layout, fill: Fill | None = None
+        self,
+        model: Any,
+        settings: EngineSettings = DEFAULTS,
+        *,
+        layout: Layout,
+        fill: Fill | None = None,
+        lender: ShardedModel | None = None,
     ) -> None:
-        self._compose(StageModel(model, settings, layout, fill), StagePasses, ShardedState)
+        self._compose(StageModel(model, settings, layout, fill, lender), StagePasses, ShardedState)
 
 
 def column_of(layout: Layout, stages: Sequence[int]) -> Any:

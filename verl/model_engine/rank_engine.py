@@ -1,7 +1,9 @@
-"""Build the engine of one rank among many: sharded, with a stage of the layers if the layout has stages."""
+"""Build the engine of one rank among many, sharded, with a stage of the layers if the layout has stages; and that of
+another role on the frozen base of a first one."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch.distributed as dist
@@ -12,7 +14,7 @@ from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_parts import open_skeleton
 from verl.model_engine.options import Options
 from verl.model_engine.pipeline import PipelinedEngine
-from verl.model_engine.sharded import ShardedEngine
+from verl.model_engine.sharded import ShardedEngine, ShardedModel
 from verl.model_engine.torch_engine import TorchEngine
 from verl.model_engine.torch_engine import build as build_torch
 
@@ -31,3 +33,16 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
         return build_torch(options, c, partial(kind, layout=c.layout))
     fill = open_adapter(c.adapter, c.folder, found.model).after(found.fill) if c.adapter else found.fill
     return build_torch(options, c, partial(kind, layout=c.layout, fill=fill), model=found.model)
+
+
+def build_rank_sibling(engine: TorchEngine, options: Options, context: EngineContext) -> TorchEngine:
+    """Build this rank's engine of another role of the same folder. It gathers the frozen weights from the shards of the
+    first engine. The two engines take turns, in the same order on all ranks."""
+    c, lender = context, engine.local
+    assert isinstance(lender, ShardedModel) and lender.lora and c.lora, "only the base of LoRA is shared"
+    assert not engine.settings.offload, "offloaded weights have one owner"
+    trusted = c.trust_remote_code
+    found = open_skeleton(c.folder, trust_remote_code=trusted, needs_lm_head=c.head == "lm", quantised=True)
+    kind = partial(PipelinedEngine if c.layout.pipeline > 1 else ShardedEngine, layout=c.layout, lender=lender)
+    options = replace(options, offload_frozen=False)  # the base stays where it is
+    return build_torch(options, c, kind, model=found.model if found is not None else None)

@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -30,6 +29,7 @@ from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.layout import Layout
 from verl.model_engine.local_model import LocalModel
 from verl.model_engine.lora import is_factor
+from verl.model_engine.meshes import Meshes, host_meshes, meshes_of, patience
 from verl.model_engine.options import cannot
 from verl.model_engine.passes import Passes, Reader, ReplicaWeights, Which
 from verl.model_engine.settings import DEFAULTS, EngineSettings
@@ -44,6 +44,7 @@ from verl.nn.precision import rounded_in_place
 from verl.nn.rope import fix_rope
 from verl.nn.sequence_parallel import HeadExchange, KeyGather, check_heads
 from verl.nn.tensor_parallel import TensorParallel
+from verl.nn.torch_compat import share_shards
 
 Fill = Callable[[Mapping[str, Tensor]], None]
 
@@ -63,16 +64,24 @@ class _Root(nn.Module):
 
 class ShardedModel(LocalModel):
     """A model of which this rank has parts. layout: the arrangement of the ranks of the default process group, which
-    exists and has a timeout · fill: reads this rank's parts of a model that was built without storage."""
+    exists and has a timeout · fill: reads this rank's parts of a model that was built without storage · lender: the
+    model of another role, whose parts of the frozen weights this one uses."""
 
     _of_a_pipeline = False
 
-    def __init__(self, model: Any, settings: EngineSettings, layout: Layout, fill: Fill | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: EngineSettings,
+        layout: Layout,
+        fill: Fill | None = None,
+        lender: ShardedModel | None = None,
+    ) -> None:
         assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
         assert (layout.pipeline > 1) == self._of_a_pipeline, layout
         for line in cannot(layout):
             raise Refused(line)
-        self.layout, self._fill_parts = layout, fill
+        self.layout, self._fill_parts, self._lender = layout, fill, lender
         self.place = layout.place(dist.get_rank())
         self.suffix = f"_rank{dist.get_rank()}"
         self._factors = dict[str, Tensor]()
@@ -80,7 +89,9 @@ class ShardedModel(LocalModel):
 
     def _place(self) -> None:
         layout = self.layout
-        self.mesh = _mesh(self.device.type, mesh_sizes(layout))
+        lent = self._lender.meshes if self._lender is not None else None
+        self.meshes: Meshes = lent or meshes_of(layout, self.device.type)
+        self.mesh = self.meshes.weights
         over = self.mesh["replicate", "shard"] if layout.replicate > 1 else self.mesh["shard"]
         experts, over_experts = self._spread_experts()
         for p in {*self.model.parameters()} - {*self.trained().parameters()}:
@@ -90,8 +101,6 @@ class ShardedModel(LocalModel):
             raise Refused(f"{key} wants model.engine_options.attention=auto")
         if layout.sequence > 1:
             check_heads(self.model.config.get_text_config(), layout.sequence, layout.tensor)
-        sizes = {"data": layout.data, "tokens": layout.tokens, "tensor": layout.tensor}
-        self.sharers = _mesh(self.device.type, _stages(layout) | sizes).get_group("tokens")
         self.root: Any = _Root(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
         tied = lm_head.weight is self.model.get_input_embeddings().weight
@@ -109,7 +118,9 @@ class ShardedModel(LocalModel):
                 module.set_force_sum_reduction_for_comms(True)
                 module.register_forward_pre_hook(accumulate_in_float32)
         register_fsdp_forward_method(self.root, "run")
-        if self._fill_parts is not None:
+        if self._lender is not None:
+            self._use_weights_of(self._lender)
+        elif self._fill_parts is not None:
             self._make_room()
             saved, buffers = self.model.state_dict(), dict(self.model.named_buffers())
             parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -124,13 +135,20 @@ class ShardedModel(LocalModel):
             module._parameters.update({name: made.get(id(p), p) for name, p in module._parameters.items()})
         self.root._apply(lambda t: t)  # only this makes FSDP gather from the new storage
 
+    def _use_weights_of(self, lender: ShardedModel) -> None:
+        """Use the lender's parts of the frozen weights, and its buffers."""
+        names = {f"model.{name}" for name, _ in self.model.named_parameters() if not is_factor(name)}
+        share_shards(self.root, lender.root, names)
+        for name, buffer in lender.model.named_buffers():
+            _owner(self.model, name)._buffers[name.rpartition(".")[2]] = buffer
+        self._make_room()
+
     def _spread_experts(self) -> tuple[list[nn.Module], DeviceMesh | None]:
         """Return the modules of experts, and the mesh over which their parameters are sharded. It has fewer ranks than
         that of other parameters, since other ranks have other experts."""
-        layout = self.layout
-        if layout.expert == 1:
+        layout, mesh = self.layout, self.meshes.experts
+        if mesh is None:
             return [], None
-        mesh = _mesh(self.device.type, expert_mesh_sizes(layout))
         spread = ExpertParallel(self.model, mesh["expert"])
         return spread.modules, mesh["replicate", "part"] if layout.replicate > 1 else mesh["part"]
 
@@ -177,6 +195,12 @@ class ShardedModel(LocalModel):
 
     def local(self, t: Tensor) -> Tensor:
         return t.to_local() if isinstance(t, DTensor) else t
+
+    def start_factor(self, p: Any, whole: Tensor) -> Tensor:
+        if _split_by_tensor(p):
+            placement = p.placements[p.device_mesh.mesh_dim_names.index("tensor")]
+            whole = whole.chunk(self.layout.tensor, placement.dim)[p.device_mesh.get_local_rank("tensor")]
+        return super().start_factor(p, whole)
 
     # -- what is published ---------------------------------------------------------------------------------------------
 
@@ -332,7 +356,7 @@ class ShardedPasses(Passes):
 
     def _exchange(self, batch: Batch) -> HeadExchange | KeyGather:
         kind = KeyGather if self._layout.context > 1 else HeadExchange
-        return kind(self.local.sharers, batch.num_tokens)
+        return kind(self.local.meshes.sharers, batch.num_tokens)
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterator[np.ndarray]:
         parts = self.cuts(batch, count)
@@ -392,9 +416,7 @@ class ShardedState(EngineState):
 
     def _meet_on_host(self) -> tuple[list[DeviceMesh], dist.ProcessGroup]:
         if self._host is None:
-            every = (mesh_sizes(self._local.layout), expert_mesh_sizes(self._local.layout))
-            meshes = [_mesh("cpu", sizes, dict.fromkeys(sizes, "gloo")) for sizes in every]
-            self._host = meshes, dist.new_group(backend="gloo", timeout=patience())
+            self._host = host_meshes(self._local.layout), dist.new_group(backend="gloo", timeout=patience())
         return self._host
 
     def _on_host(self, t: Tensor, *, copy: bool) -> Tensor:
@@ -412,47 +434,21 @@ class ShardedEngine(TorchEngine):
     """A `TorchEngine` on many ranks; the arguments are those of `ShardedModel`."""
 
     def __init__(
-        self, model: Any, settings: EngineSettings = DEFAULTS, *, layout: Layout, fill: Fill | None = None
+        self,
+        model: Any,
+        settings: EngineSettings = DEFAULTS,
+        *,
+        layout: Layout,
+        fill: Fill | None = None,
+        lender: ShardedModel | None = None,
     ) -> None:
-        self._compose(ShardedModel(model, settings, layout, fill), ShardedPasses, ShardedState)
+        self._compose(ShardedModel(model, settings, layout, fill, lender), ShardedPasses, ShardedState)
 
 
 def layers_of(model: Any) -> list[nn.Module]:
     """Return the layers of a model: modules with weights that are gathered and dropped together."""
     kinds: Any = model._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
-
-
-def _mesh(device_type: str, sizes: Mapping[str, int], backends: Any = None) -> DeviceMesh:
-    """Arrange all ranks in these dimensions; the last varies fastest. Its groups get the timeout of the default group;
-    torch would give them half an hour."""
-    names = tuple(sizes)
-    made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names, backend_override=backends)
-    for group in made.get_all_groups():
-        dist.distributed_c10d._set_pg_timeout(patience(), group)
-    return made
-
-
-def _stages(layout: Layout) -> dict[str, int]:
-    return {"pipeline": layout.pipeline} if layout.pipeline > 1 else {}
-
-
-def mesh_sizes(layout: Layout) -> dict[str, int]:
-    """Return the dimensions over which parameters are spread, the last varying fastest."""
-    return _stages(layout) | {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
-
-
-def expert_mesh_sizes(layout: Layout) -> dict[str, int]:
-    """Return the dimensions over which the parameters of experts are spread, the last varying fastest."""
-    part = layout.shard // layout.expert
-    sizes = {"replicate": layout.replicate, "part": part, "expert": layout.expert, "tensor": layout.tensor}
-    return _stages(layout) | sizes
-
-
-def patience() -> timedelta:
-    whole: Any = dist.group.WORLD
-    found: timedelta = whole._get_backend(whole._device_types[0]).options._timeout
-    return found
 
 
 def part_of_rank(p: Any) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from verl.model_engine.base import EngineContext
@@ -13,11 +14,13 @@ from verl.nn.fused import unfuse
 
 def build_sibling(engine: TorchEngine, options: Options, context: EngineContext) -> TorchEngine:
     """Build the engine of another role of the same folder. It reads the tensors of the first engine's base, which LoRA
-    never changes. The two engines take turns: a pass may replace the values of the base meanwhile (emulated bfloat16).
-    """
+    never changes, and their copies that compute. The two engines take turns: a pass may replace the values of the base
+    meanwhile (emulated bfloat16)."""
     assert engine.local.lora is not None and context.lora is not None, "only the base of LoRA is shared"
     assert not engine.settings.offload, "offloaded weights have one owner"
-    return build(options, context, model=_same_tensors(engine))
+    built = build(replace(options, offload_frozen=False), context, model=_same_tensors(engine))
+    built.passes.use_copy_of(engine.passes)
+    return built
 
 
 def _same_tensors(engine: TorchEngine) -> Any:

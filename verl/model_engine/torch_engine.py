@@ -166,15 +166,16 @@ class TorchEngine:
 def build(
     options: Options, context: EngineContext, kind: Callable[..., TorchEngine] | None = None, model: Any = None
 ) -> TorchEngine:
-    """Build the engine of a folder. A reward model or critic starts from the folder's score head if there is one.
-    Without one a frozen reward model is refused with a ValueError, and a trained head starts at 0 (whatever the seed).
-    model: the folder's model, if it is loaded already."""
+    """Build the engine of a folder. A reward model or critic starts from the score head of the folder, or of the
+    adapter of a frozen model, if there is one. Without one a frozen reward model is refused with a ValueError, and a
+    trained head starts at 0 (whatever the seed). model: the folder's model, if it is loaded already."""
     c = context
-    score = read_score(c.folder) if c.head != "lm" else None
+    adapter = c.lora.path if c.lora is not None and c.optim is None else None
+    source = c.folder if adapter is None else Path(adapter).expanduser()
+    score = read_score(source) if c.head != "lm" else None
     if c.head == "score" and score is None and c.optim is None:
         raise Refused(
-            f"{c.folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with "
-            "verl rm"
+            f"{source}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with verl rm"
         )
     if model is None:
         model = load_model(c) if c.quantisation is None else load_base(c, c.quantisation)

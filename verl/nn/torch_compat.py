@@ -4,7 +4,7 @@ release."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Set
 from functools import cache, partial
 from typing import Any
 
@@ -56,19 +56,34 @@ def reduce_scatter_single(part: Tensor, whole: Tensor, group: dist.ProcessGroup 
     scatter(part, whole, group=group)
 
 
-def sharded_parameters(root: nn.Module) -> list[Any]:
-    """Return FSDP's records of the parameters of all modules below `root`, ready for their first gathering. A module
-    has several groups of them from 2.13 on."""
-    found: list[Any] = []
+def _parameter_groups(root: nn.Module) -> Iterator[Any]:
+    """Yield FSDP's groups of parameters of all modules below `root`. A module has several from 2.13 on."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             state: Any = module._get_fsdp_state()
             groups = getattr(state, "_fsdp_param_groups", None)
-            for group in [state._fsdp_param_group] if groups is None else groups:
-                if group is not None:
-                    group.lazy_init()  # else the first pass would forget what it is to gather from
-                    found += group.fsdp_params
+            yield from (g for g in ([state._fsdp_param_group] if groups is None else groups) if g is not None)
+
+
+def sharded_parameters(root: nn.Module) -> list[Any]:
+    """Return FSDP's records of the parameters of all modules below `root`, ready for their first gathering."""
+    found: list[Any] = []
+    for group in _parameter_groups(root):
+        group.lazy_init()  # else the first pass would forget what it is to gather from
+        found += group.fsdp_params
     return found
+
+
+def share_shards(root: nn.Module, owner: nn.Module, names: Set[str]) -> None:
+    """Let FSDP gather the parameters of `root` with these names from the shards of those of `owner`, in the same
+    storage. None of them is trained."""
+    theirs = {id(one.sharded_param): one for group in _parameter_groups(owner) for one in group.fsdp_params}
+    by_id = {id(p): theirs[id(owner.get_parameter(name))] for name in names for p in [root.get_parameter(name)]}
+    for one in [one for group in _parameter_groups(root) for one in group.fsdp_params]:
+        if (source := by_id.get(id(one.sharded_param))) is not None:
+            one.sharded_param = nn.Parameter(source.sharded_param.detach(), requires_grad=False)
+            one._sharded_param_data = source._sharded_param_data
+            one._setattr_on_modules(one.sharded_param)
 
 
 def gather_from(sharded: Any, part: Tensor) -> None:

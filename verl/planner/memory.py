@@ -11,7 +11,7 @@ from types import MappingProxyType
 from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
 from verl.config.backends import engine_name, memory_of, options_of, rollout_caches
-from verl.config.cluster import NO_MODEL, roles_of_policy
+from verl.config.cluster import NO_MODEL, roles_of_policy, roles_on_base
 from verl.config.devices import (
     compute_dtype,
     device_type_of,
@@ -21,11 +21,12 @@ from verl.config.devices import (
     on_cuda,
     rollout_dtype,
 )
-from verl.config.lora_layers import base_format, trained_factors
-from verl.config.model_files import ModelFacts, describe_model
+from verl.config.lora_layers import base_format, factors_of, trained_factors
+from verl.config.model_files import ModelFacts, describe_model, find_model_folder
+from verl.config.on_base import REWARD_MODEL, adapters_on_base
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
-from verl.model_engine.memory import DTYPE_BYTES, RankWork, copies_weights
+from verl.model_engine.memory import DTYPE_BYTES, RankWork
 from verl.rollout.native.options import KEPT_KV_BYTES
 from verl.weight_sync.options import Ipc
 from verl.wire import FP8, FP8_BLOCK
@@ -92,8 +93,12 @@ def role_items(
     if role in NO_MODEL or (role in config.teacher.roles() and role not in teachers):
         return {}
     assert config.model.gradient_checkpointing != "auto", "it is settled first (planner/checkpointing.py)"
-    own = {"critic": config.critic.path, "reward_model": config.reward.model, **teachers}.get(role)
+    borrows = role in roles_of_policy(config)
+    own = {"critic": config.critic.path, REWARD_MODEL: config.reward.model, **teachers}.get(role)
     factors = trained_factors(config, own) if role in TRAINED else None
+    if (adapter := adapters_on_base(config).get(role)) is not None and borrows:
+        own = config.model.path
+        factors = factors_of(adapter, find_model_folder(own), head=role == REWARD_MODEL)
     work = RankWork(
         tokens=tokens,
         passes=passes,
@@ -108,6 +113,7 @@ def role_items(
         optimizer_options=config.optim.options,
         factors=factors.parameters if factors else None,
         factors_rank=factors.rank if factors else 0,
+        borrows=borrows,
         quantisation=base_format(config, own) if factors else "none",
         publishes=role == "actor",
     )
@@ -188,8 +194,15 @@ def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
         flying = ("KV cache", "prefix cache")
     elif items["KV cache"] <= KEPT_KV_BYTES and not on_cuda(config):
         flying = ("KV cache",)
-    own = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "teacher")
-    away = {"reference policy", "teacher"} if offloaded(config, trained=False) else set[str]()
+    own = (
+        "master weights",
+        "optimizer states",
+        "reference policy",
+        "critic with its optimizer",
+        "teacher",
+        "reward model",
+    )
+    away = {"reference policy", "teacher", "reward model"} if offloaded(config, trained=False) else set[str]()
     away |= {"rollout weights"} if drops_rollout_weights(config) else set()
     parts = {"weights": "master weights", "optimizer": "optimizer states"}
     away |= {parts[part] for part in offloaded(config, trained=True)}
@@ -199,7 +212,7 @@ def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
         return (*here, "teacher's head", "buckets of weights")
 
     at_head = ("log-prob chunk", "head's compute copy")
-    weights, frozen = "master weights", ("reference policy", "teacher")
+    weights, frozen = "master weights", ("reference policy", "teacher", "reward model")
     named = {
         "rollout": (*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"),
         "experience": (
@@ -222,21 +235,16 @@ def _process_items(config: Config, tokens: int) -> dict[str, int]:
     critic = role_items(config, "critic", alone, tokens) if preset.critic else {}
     learned = [role_items(config, role, alone, tokens) for role in teacher_models(config)]
     teachers = learned if "teacher" in preset.roles() else []
+    scorer = role_items(config, REWARD_MODEL, alone, tokens) if config.reward.model is not None else {}
     average = actor["gradients"] if config.teacher.ema else 0  # as large as what is trained
     snapshot = actor["weights"] if config.pipeline.staleness > 0 else 0  # training continues while it is sent
-    shared = roles_of_policy(config)
-    trained = sum(critic.get(n, 0) for n in ("gradients", "optimizer states"))
-    copied = copies_weights(RankWork(tokens=1, device=device_type_of(config, "actor"), dtype=dtype_of(config, "actor")))
-    if "critic" in shared:  # the tensors of the policy, but a copy that computes of its own: 2 of 6 bytes
-        trained += critic.get("weights", 0) // 3 * copied
-    else:
-        trained += critic.get("weights", 0)
     return {
         "master weights": actor["weights"],
         **{name: actor[name] for name in ("gradients", "optimizer states", "compute copy of weights")},
-        "reference policy": actor["weights"] if needs_reference(config) and "ref" not in shared else 0,
-        "critic with its optimizer": trained,
+        "reference policy": actor["weights"] if needs_reference(config) and "ref" not in roles_of_policy(config) else 0,
+        "critic with its optimizer": sum(critic.get(n, 0) for n in ("weights", "gradients", "optimizer states")),
         "teacher": average or sum(items["weights"] for items in teachers),
+        "reward model": scorer.get("weights", 0),
         "teacher's activations": max((items["inference activations"] for items in teachers), default=0),
         "teacher's head": actor.get("teacher's head", 0),
         **device_buckets(config),
@@ -261,6 +269,8 @@ def pool_rank_memory(
     """Return the memory of a pool's fullest rank: the first rank of every role and stage, with a replica if there is
     one. arriving_bytes: the memory of a process that fetches weights, outside of its model."""
     arriving = {"arriving weights": arriving_bytes} if replicas else {}
+    if "actor" in roles:
+        roles = [*roles, *(role for role in roles_on_base(config) if role != "ref")]
     stages = [
         _stage_memory(config, layout, roles, replicas, update_tokens, s, arriving) for s in range(layout.pipeline)
     ]
@@ -320,7 +330,7 @@ def _rank_items(
 def _inferring(config: Config, roles: Iterable[str]) -> list[str]:
     """Return those of the roles that infer before the update, in their order in a step."""
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
-    order = dict.fromkeys([*(need.role for need in needs), *config.teacher.roles(), "reward_model"])
+    order = dict.fromkeys([*(need.role for need in needs), *config.teacher.roles(), REWARD_MODEL])
     return [role for role in order if role in roles]
 
 

@@ -16,6 +16,7 @@ import msgspec
 from verl.algorithms.presets import settled
 from verl.chat import parsing
 from verl.config.adapter import teacher_models
+from verl.config.cluster import roles_on_base
 from verl.config.devices import on_cuda
 from verl.config.lora_layers import TrainedFactors, base_warnings, idle_lora, trained_factors
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
@@ -57,6 +58,7 @@ class Plan:
     cluster: ClusterPlan | None = None  # With it, `memory` is that of the fullest rank.
     teacher_share: float | None = None  # As a share of the FLOPs of the policy's update.
     factors: TrainedFactors | None = None  # Of the policy, under LoRA.
+    on_base: tuple[str, ...] = ()  # Roles that compute on the policy's frozen base.
     calls: str = ""  # How calls of tools are written; "" without tools.
 
     def to_json(self) -> str:
@@ -95,6 +97,7 @@ def make_plan(config: Config) -> Plan:
         cluster=placement,
         teacher_share=teacher_share(config),
         factors=trained_factors(config),
+        on_base=roles_on_base(config),
         calls=written_calls(config, Path(config.model.tokenizer_path or model.folder).expanduser()),
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from verl.bounds import counted, size_text
 from verl.config.lora_layers import TrainedFactors
 from verl.config.model_files import ModelFacts
@@ -24,6 +26,7 @@ def render_plan(plan: Plan) -> str:
     lines = {
         "model": _model_line(plan.model),
         **({} if plan.factors is None else {"trained": _factors_line(plan.factors, plan.model)}),
+        **({"base": f"one, frozen, of {_base_text(plan.on_base)}"} if plan.on_base else {}),
         "step": _step_line(step),
         "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
         "run": _run_line(plan.length),
@@ -78,6 +81,14 @@ def _model_line(m: ModelFacts) -> str:
 def _factors_line(f: TrainedFactors, m: ModelFacts) -> str:
     share = f.parameters / m.parameters
     return f"{f.parameters:,} parameters ({share:.2%}): LoRA of rank {f.rank} in {counted(len(f.layers), 'layer')}"
+
+
+def _base_text(roles: Sequence[str]) -> str:
+    """Return the roles on one frozen base, with what each of them adds to it."""
+    adds = {"ref": "the factors of the start", "critic": "its own factors and head"}
+    return ", ".join(
+        ["actor (the trained factors)", *(f"{role} ({adds.get(role, 'the factors of its adapter')})" for role in roles)]
+    )
 
 
 def _step_line(s: StepSizes) -> str:
