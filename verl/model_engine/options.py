@@ -47,12 +47,12 @@ class Options:
     memory, and a CPU's in a file below TMPDIR."""
     offload_optimizer: bool = False
     """The same for optimizer states."""
-    offload_dequantised: bool = False
+    offload_frozen: bool = False
     """The same for weights of models that are not trained (reference, teacher, reward model)."""
 
     def offload(self, *, trained: bool) -> tuple[Literal["weights", "optimizer"], ...]:
         """Return the parts of a model's state that leave the device."""
-        weights = self.offload_weights if trained else self.offload_dequantised
+        weights = self.offload_weights if trained else self.offload_frozen
         return (*(("weights",) if weights else ()), *(("optimizer",) if trained and self.offload_optimizer else ()))
 
 
