@@ -144,6 +144,20 @@ def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
     assert n * 5000 * 4 > 100 * max(largest for _, largest in found.values()), "full logits would have been seen"
 
 
+def test_a_frozen_head_has_no_gradient_in_memory_and_changes_no_other(monkeypatch):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(300, 8, requires_grad=True), torch.randn(50, 8)
+    given, found, made, zeros = (torch.randint(0, 50, (300,)), torch.full((300,), 0.7)), [], [], torch.zeros
+    monkeypatch.setattr(module.torch, "zeros", lambda *a, **named: made.append(a[0]) or zeros(*a, **named))
+    for frozen in (False, True):
+        made.clear()
+        head = weight.clone().requires_grad_(not frozen)
+        lp, *_ = linear_logprob(hidden, head, *given)
+        found.append(torch.autograd.grad(lp.sum(), [hidden] if frozen else [hidden, head])[0])
+        assert (weight.shape in made) != frozen
+    assert torch.equal(*found)
+
+
 def test_no_row_and_one_row():
     weight = torch.randn(7, 3, requires_grad=True)
     lp, *_ = linear_logprob(torch.zeros(0, 3), weight, torch.zeros(0, dtype=torch.long), torch.zeros(0))

@@ -3,7 +3,7 @@ chunk of logits is made, reduced and dropped in the forward pass and made again 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,7 @@ class _LinearLogprob(torch.autograd.Function):
         if d_apart is not None:
             needed |= (d_apart != 0).any(-1)
         cast = weight.to(hidden.dtype)
-        sums = HeadGradients(hidden, weight, bias, lse.dtype)
+        sums = HeadGradients(hidden, weight, bias, lse.dtype, ctx.needs_input_grad[1:3])
         for at in chunks_of(needed, weight):
             h, d = hidden[at], d_logprob[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
@@ -135,12 +135,16 @@ def rest_of(z: Tensor, ids: Tensor) -> Tensor:
 
 class HeadGradients:
     """The gradients of hidden states [n, H], weight [V, H] and bias [V], accumulated over chunks of rows; those of
-    weight and bias are summed in `dtype`."""
+    weight and bias are summed in `dtype`, if they are trained. trained: of weight and bias"""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, trained: Sequence[bool]
+    ) -> None:
         self._hidden = torch.zeros_like(hidden)
-        self._weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
-        self._bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias is not None else None
+        self._weight, self._bias = (
+            torch.zeros(of.shape, dtype=dtype, device=of.device) if of is not None and needed else None
+            for of, needed in zip((weight, bias), trained, strict=True)
+        )
 
     def add(self, at: Tensor | slice, dz: Tensor, h: Tensor, cast: Tensor, needed: Tensor) -> None:
         """Add the gradients of a chunk of rows. at: the rows · dz: gradients [c, V] of their logits · h: their hidden
@@ -152,15 +156,18 @@ class HeadGradients:
             self._bias += dz.sum(0)
         dz = dz.to(h.dtype)
         self._hidden[at] = dz @ cast
+        if self._weight is None:
+            return
         if dz.dtype == self._weight.dtype:
             self._weight.addmm_(dz.T, h)
         else:
             self._weight += dz.T @ h
 
-    def found(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return (d_hidden, d_weight, d_bias), each in the dtype of its tensor."""
+    def found(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return (d_hidden, d_weight, d_bias), each in the dtype of its tensor; None for what is not trained."""
+        d_weight = None if self._weight is None else self._weight.to(weight.dtype)
         d_bias = None if self._bias is None or bias is None else self._bias.to(bias.dtype)
-        return self._hidden, self._weight.to(weight.dtype), d_bias
+        return self._hidden, d_weight, d_bias
 
 
 def _over_slices(

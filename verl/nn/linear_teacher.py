@@ -76,7 +76,7 @@ class _Read(torch.autograd.Function):
         hidden, weight, bias, temperature, lse = ctx.saved_tensors
         needed = d_values != 0  # a NaN in the other rows has no effect
         cast = weight.to(hidden.dtype)
-        sums = HeadGradients(hidden, weight, bias, lse.dtype)
+        sums = HeadGradients(hidden, weight, bias, lse.dtype, ctx.needs_input_grad[1:3])
         for at in chunks_of(needed, weight):
             h, t = hidden[at], temperature[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
