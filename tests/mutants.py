@@ -82,6 +82,7 @@ LORA, LORA_KEYS = "tests/unit/test_lora_config.py", "tests/unit/test_compat_lora
 LORA_TRAINING, LORA_EXPORT = "tests/numerics/test_lora_training.py", "tests/e2e/test_lora_export.py"
 QUANTISED = "tests/numerics/test_quantised_training.py"
 LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
+CODES, HEAD = "tests/unit/test_native_codes.py", "tests/numerics/test_linear_logprob.py"
 MEDIA, VISION = "tests/unit/test_media.py", "tests/numerics/test_vision.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
 VLLM_LINES = "tests/unit/test_rollout_vllm.py"
@@ -890,6 +891,12 @@ MUTANTS = (
         'f"{name}.codes": layer.quantised.codes[:0] for',
         QUANTISED,
     ),
+    Mutant("weight_sync/wire_format.py", "if form.codes and name.endswith(FLOAT_PARTS):", "if False:", WIRE),
+    Mutant("weight_sync/sender.py", "own and not self._lasts(name)", "own", FACTORS),
+    Mutant("rollout/native/codes.py", "if self._lasting[name] and", "if", CODES),
+    Mutant("rollout/native/codes.py", "pairs=self.pairs, add=add)", "pairs=0, add=add)", CODES),
+    Mutant("rollout/native/weights.py", "rotated=int(rotated)", "rotated=0", CODES),
+    Mutant("nn/linear_logprob.py", "is not None and needed else None", "is not None else None", HEAD),
     Mutant(
         "nn/quant_linear.py",
         "linear(x, made(layer.weight), layer.bias)",

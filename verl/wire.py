@@ -51,6 +51,9 @@ class WireFormat:
     fp8_inputs: bool = False
     """The engine quantises the inputs of these projections too. What is sent does not depend on it; the pass of the
     trainer that the canary compares with does."""
+    codes: bool = False
+    """Weights that the trainer has in 4 or 8 bits are sent as their codes and scales (`nn/quant.py`); otherwise they
+    are dequantised."""
 
     def dtype_of(self, name: str) -> str | None:
         """Return the dtype in which the tensor `name` is sent; None: in the trainer's own."""
@@ -76,7 +79,8 @@ class WireFormat:
         names = sorted({name for one in formats for name in one.exceptions}) if dtype is not None else []
         every = {name: widest_of([one.dtype_of(name) for one in formats]) for name in names}
         kept = {name: of for name, of in every.items() if of is not None and of != dtype}
-        return WireFormat(dtype, kept, fp8 == {True}, any(one.fp8_inputs for one in formats))
+        inputs, codes = any(one.fp8_inputs for one in formats), all(one.codes for one in formats)
+        return WireFormat(dtype, kept, fp8 == {True}, inputs, codes)
 
 
 AS_HELD = WireFormat()

@@ -32,11 +32,12 @@ from verl.driver.publisher import Publisher
 from verl.errors import Refused
 from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.torch_engine import TorchEngine
+from verl.nn.quant_linear import quantise_linears, quantised_layers
 from verl.rollout.base import GenerateRequest, Sampling
 from verl.weight_sync.base import SyncError
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender
-from verl.wire import AS_HELD, FP8
+from verl.wire import AS_HELD, FP8, WireFormat
 
 KINDS = list(ROLLOUTS)
 WHOLE = [name for name in BACKENDS if name in QUICK and "buckets" not in name] + ["tcp"]
@@ -53,6 +54,17 @@ class FactorsWorld(World):
         bare = not all(one.base for one in replicas)
         self.actor.delivery = "base and factors" if bare else "factors"
         return super().publish(replicas, version, **more)
+
+
+class CodesWorld(FactorsWorld):
+    """A world with a frozen quantised base, for replicas that read codes or do not."""
+
+    def __init__(self, backend: str, kind: Any, *, codes: bool) -> None:
+        settings, model = replace(trainer().settings, lora=LoraSpec(rank=4, alpha=8.0)), copy.deepcopy(_fresh(True))
+        quantise_linears(model, kind)
+        World.__init__(self, TorchEngine(model, settings), backend)
+        self.actor.wire_format = WireFormat("float32", codes=codes)
+        self.layers = quantised_layers(self.engine.model)
 
 
 async def scores(replica) -> list[np.ndarray]:
@@ -80,6 +92,65 @@ def test_base_and_factors_once_then_the_factors_alone(backend, kind):
             assert report.canary_mean_abs < TOLERANCE and replica.version == version
             assert distance(await scores(replica), world.logprobs()) < TOLERANCE
         assert distance(await scores(replica), before) > 0.05, "the factors matter"
+        await replica.close()
+
+    run(test)
+
+
+@pytest.mark.parametrize("backend", WHOLE)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantised_base_is_sent_as_its_codes_and_kept_without_a_copy_in_one_process(backend, kind):
+    async def test():
+        world = CodesWorld(backend, kind, codes=True)
+        replica = world.rollout("native")
+        assert (await replica.capabilities()).weights.codes
+        report = await world.publish([replica], 0, exclusive=kind == "nf4")
+        of_codes = sum(t.nbytes for layer in world.layers.values() for t in layer.quantised.tensors().values())
+        assert report.num_bytes == of_codes + bytes_of(world, factors=True) + bytes_of(world, factors=False)
+        await world.update()
+        await world.publish([replica], 1)
+        assert distance(await scores(replica), world.logprobs()) < 1e-5
+        mine = {layer.codes.data_ptr() for layer in world.layers.values()}
+        kept = {t.codes.data_ptr() for t in codes_of(replica)}
+        assert len(kept) == 14 and (kept == mine if backend == "local" else not kept & mine)
+        await replica.close()
+
+    run(test)
+
+
+def codes_of(replica) -> list[Any]:
+    layers = replica._runner.model.live.layers
+    products = [one for layer in layers for one in (layer.qkv, layer.out, layer.mlp.up, layer.mlp.down)]
+    return [part.weight for one in products for part, _ in one._parts]
+
+
+def test_an_engine_that_reads_no_codes_gets_the_dequantised_base():
+    async def test():
+        world = CodesWorld("local", "nf4", codes=False)
+        replica = world.rollout("hf")
+        assert not (await replica.capabilities()).weights.codes
+        await world.publish([replica], 0)
+        await world.update()
+        await world.publish([replica], 1)
+        assert distance(await scores(replica), world.logprobs()) < 1e-5
+        await replica.close()
+
+    run(test)
+
+
+def test_codes_that_were_changed_on_their_way_are_refused(monkeypatch):
+    async def test():
+        world = CodesWorld("shm", "nf4", codes=True)
+        replica = world.rollout("native")
+        stage = type(world.outlet).stage
+
+        def changed(outlet, version, shapes, named):
+            name = "model.layers.1.mlp.up_proj.weight"
+            return stage(outlet, version, shapes, ((n, t ^ 1 if n == name else t) for n, t in named))
+
+        monkeypatch.setattr(type(world.outlet), "stage", changed)
+        with pytest.raises(SyncError, match=r"layers\.1\.mlp\.up_proj\.weight changed between"):
+            await world.publish([replica], 0)
         await replica.close()
 
     run(test)

@@ -96,7 +96,7 @@ def test_ppo_on_a_quantised_base(tmp_path, tiny_model, arithmetic_data, kind):
     found = metrics_of(tmp_path / "r")
     for step in (1, 2, 3):
         assert found[step]["critic/grad_norm"] > 0 and found[step]["actor/grad_norm"] > 0
-        assert found[step]["mismatch/max_abs_dlogp"] < 2e-5, "the rollout has the dequantised base"
+        assert found[step]["mismatch/max_abs_dlogp"] < 1e-5, "the rollout computes with the same codes"
     assert found[1]["actor/kl_loss"] == 0 < found[3]["actor/kl_loss"]
     checkpoint = tmp_path / "r" / "checkpoints" / "step_3" / "hf"
     assert found[2]["sync/bytes"] == adapter_bytes(checkpoint)

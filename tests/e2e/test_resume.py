@@ -52,7 +52,7 @@ REFILL = (
     "algorithm.max_draws_per_group=100",
 )
 CURRICULUM = ("run.deterministic=true", "algorithm.options.curriculum=reward_length:long_ones")
-LORA = ("model.lora.rank=4", "algorithm.kl_loss_coef=0.1")
+LORA = ("model.lora.rank=4", "model.quantization=nf4", "algorithm.kl_loss_coef=0.1")
 CRITIC = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.kl_reward_target=0.1")
 SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
 MORE_CUTS = [

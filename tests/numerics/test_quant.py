@@ -1,6 +1,7 @@
 """Quantised weights are those of bitsandbytes: codes, scales, values, and checkpoints both ways."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn.functional import pad
 
 from verl.accel.cpu import nf4
 from verl.accel.cpu.kernels import load_kernels
+from verl.accel.plain import plain_quantised_linear
 from verl.nn.quant import STATE, Int8, Nf4, code_values, quantise_weight, read_quantised
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -166,14 +168,16 @@ def kernels():
 def test_compiled_rows_have_the_bits_of_the_codes_values(kernels):
     """dy = 1 in one row: the product is that row of the weight, which is dequantised in C."""
     for width, depth, double in ((70, 64, True), (37, 4224, True), (33, 48, False), (31, 66, True)):
-        weight = quantise_weight(torch.randn(width, depth), "nf4", double=double)
-        rows = nf4.quantised_back(torch.eye(width), weight, kernels=kernels)
-        assert torch.equal(rows, weight.dequantised(torch.float32))
+        for kind in ("nf4", "int8"):
+            weight = quantise_weight(torch.randn(width, depth), kind, double=double)
+            rows = nf4.quantised_back(torch.eye(width), weight, kernels=kernels)
+            assert torch.equal(rows, weight.dequantised(torch.float32))
 
 
-def test_compiled_products_of_a_row_do_not_depend_on_the_others(kernels):
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_compiled_products_of_a_row_do_not_depend_on_the_others(kernels, kind):
     for depth in (192, 66):
-        x, weight = torch.randn(61, depth), quantise_weight(torch.randn(50, depth), "nf4")
+        x, weight = torch.randn(61, depth), quantise_weight(torch.randn(50, depth), kind)
         whole = nf4.quantised_linear(x, weight, None, kernels=kernels)
         for n in (1, 2, 3, 4, 5, 6, 7, 13, 48, 49):
             assert torch.equal(nf4.quantised_linear(x[:n], weight, None, kernels=kernels), whole[:n]), n
@@ -186,8 +190,12 @@ def test_compiled_products_go_into_columns_with_bias_residual_and_the_order_of_r
     whole = torch.randn(5, 40)
     expected = whole.clone()
     expected[:, 10:34] += plain[:, order] + bias
-    nf4.multiply(x, weight, bias, whole[:, 10:34], kernels=kernels, pairs=4, add=True)
-    torch.testing.assert_close(whole, expected, atol=1e-5, rtol=1e-5)
+    for product in (partial(nf4.quantised_linear, kernels=kernels), plain_quantised_linear):
+        found = whole.clone()
+        product(x, weight, bias, found[:, 10:34], pairs=4, add=True)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+        product(x, weight, bias, found[:, 10:34], pairs=4)
+        torch.testing.assert_close(found[:, 10:34], plain[:, order] + bias, atol=1e-5, rtol=1e-5)
 
 
 def test_tiles_are_the_rows(monkeypatch):

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from verl.cli import main
 from verl.config.cluster import roles_on_base
+from verl.config.devices import base_format
 from verl.config.load import load_config
-from verl.config.lora_layers import base_format
 from verl.config.model_files import describe_model
 from verl.config.validate import validate
 from verl.driver.identity import compare, identity_of, start_beside_folder
@@ -26,6 +26,7 @@ from verl.planner.plan import make_plan
 from verl.planner.text import render_plan
 
 RANK = "model.lora.rank=8"
+SHM = ("sync.engine=shm",)
 
 
 @pytest.fixture(scope="module")
@@ -266,13 +267,21 @@ def test_what_the_start_weights_are_made_of_is_known(folder, tmp_path):
 
 
 def test_the_plan_counts_a_quantised_base(folder):
-    """Embeddings (136 million values, tied) stay in float32, and 358 million values have 0.516 bytes, or 1.004."""
-    found = [
-        planned(folder, RANK, *more, model="qwen").memory.items["master weights"]
-        for more in ((), ("model.quantization=nf4",), ("model.quantization=int8",))
+    """Embeddings (136 million values, tied) stay in float32, and 358 million values have 0.516 bytes, or 1.004. The
+    rollout in this process reads the same codes, one that gets them by shared memory has its own."""
+    plans = [
+        planned(folder, RANK, "model.dtype=float32", *more, model="qwen")
+        for more in ((), ("model.quantization=nf4",), ("model.quantization=int8",), ("model.quantization=nf4", *SHM))
     ]
+    found, rollout = ([p.memory.items[f"{of} weights"] for p in plans] for of in ("master", "rollout"))
     assert found[0] - found[1] == pytest.approx(357_900_000 * (4 - 0.51587), rel=1e-3)
     assert found[0] - found[2] == pytest.approx(357_900_000 * (4 - 1.0039), rel=1e-3)
+    assert rollout[0] - rollout[1] == rollout[0] - rollout[2] == pytest.approx(357_900_000 * 4, rel=1e-3)
+    assert rollout[3] - rollout[1] == pytest.approx(357_900_000 * 0.51587, rel=1e-3)
+    assert plans[1].memory.items["incoming weights"] == 4 * plans[1].factors.parameters
+    copied = planned(folder, RANK, "model.quantization=nf4", "rollout.engine=hf", model="qwen")
+    assert [w for w in copied.warnings if "the rollout reads no codes here" in w]
+    assert not [w for w in plans[3].warnings if "codes" in w]
 
 
 def test_a_critic_and_a_reference_on_the_policys_base_are_no_further_copies_of_it(folder):

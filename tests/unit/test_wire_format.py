@@ -66,6 +66,14 @@ class Buffered(nn.Module):
         self.register_buffer("derived", torch.ones(2), persistent=False)
 
 
+def test_scales_of_codes_are_never_rounded_and_all_replicas_read_codes_or_none() -> None:
+    form, names = WireFormat("bfloat16", codes=True), ("weight.absmax", "weight.nested_absmax", "SCB")
+    kept = [converted(form, f"model.layers.0.mlp.up_proj.{name}", torch.randn(3)) for name in names]
+    assert all(t.dtype == torch.float32 for t in kept)
+    assert converted(form, "model.norm.weight", torch.randn(3)).dtype == torch.bfloat16
+    assert WireFormat.widest([form, form]).codes and not WireFormat.widest([form, WireFormat("bfloat16")]).codes
+
+
 def test_an_engine_of_transformers_reads_buffers_in_their_own_dtype() -> None:
     assert format_of_module(Buffered(), torch.bfloat16) == WireFormat("bfloat16", {"scale": "float32"})
 

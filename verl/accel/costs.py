@@ -46,11 +46,20 @@ def linear_cost(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Cost:
     return Cost(read + out * x.element_size(), 2 * out * x.shape[1])
 
 
-def quantised_linear_cost(x: Tensor, weight: QuantisedTensor, bias: Tensor | None = None) -> Cost:
+def quantised_linear_cost(
+    x: Tensor,
+    weight: QuantisedTensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    pairs: int = 0,
+    add: bool = False,
+) -> Cost:
     """Return the work of x [n, K] W^T + b -> [n, N] for a quantised weight [N, K]."""
-    out = len(x) * weight.shape[0]
+    values = len(x) * weight.shape[0]
     added = 0 if bias is None else bias.nbytes
-    return Cost(x.nbytes + weight.nbytes + added + out * x.element_size(), 2 * out * x.shape[1])
+    moved = (1 + add) * values * x.element_size()
+    return Cost(x.nbytes + weight.nbytes + added + moved, 2 * values * x.shape[1])
 
 
 def quantised_back_cost(dy: Tensor, weight: QuantisedTensor) -> Cost:

@@ -92,11 +92,32 @@ def plain_float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([x @ part.to(exact).T for part in weight.split(WEIGHT_ROWS)], dim=1)
 
 
-def plain_quantised_linear(x: Tensor, weight: QuantisedTensor, bias: Tensor | None = None) -> Tensor:
+def plain_quantised_linear(
+    x: Tensor,
+    weight: QuantisedTensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    pairs: int = 0,
+    add: bool = False,
+) -> Tensor:
     """Return x [n, K] times a quantised weight [N, K] transposed, plus bias [N]; the weight is dequantised tile by
-    tile."""
-    out = torch.cat([x @ tile.T for tile in weight.tiles(x.dtype)], dim=1)
-    return out if bias is None else out.add_(bias)
+    tile.
+
+    out: the result is written there, or with `add` added to it; it may be columns of a larger tensor · pairs: the
+    halves of heads of that many pairs of rows of W are put side by side, as RoPE pairs them; 0: in their order"""
+    product = torch.cat([x @ tile.T for tile in weight.tiles(x.dtype)], dim=1)
+    return placed(product, bias, out, pairs=pairs, add=add)
+
+
+def placed(product: Tensor, bias: Tensor | None, out: Tensor | None, *, pairs: int, add: bool) -> Tensor:
+    """Return a product [n, N] plus bias, as `plain_quantised_linear` places it."""
+    if pairs:
+        product = product.unflatten(1, (-1, 2, pairs)).transpose(2, 3).flatten(1)
+    product = product if bias is None else product.add_(bias)
+    if out is None:
+        return product
+    return out.add_(product) if add else out.copy_(product)
 
 
 def plain_quantised_back(dy: Tensor, weight: QuantisedTensor) -> Tensor:

@@ -105,7 +105,8 @@ OPERATIONS: Mapping[str, Operation] = {
         ),
         Operation(
             "quantised_linear",
-            "(x [n, K], weight [N, K] an Nf4 or Int8 of nn/quant.py, bias [N] or None) -> x W^T + bias [n, N]",
+            "(x [n, K], weight [N, K] an Nf4 or Int8 of nn/quant.py, bias [N] or None, out [n, N] or None; pairs, add) "
+            "-> x W^T + bias [n, N], written or added to out",
             costs.quantised_linear_cost,
         ),
         Operation(

@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 from verl.config.backends import options_of, traits_of
+from verl.config.model_files import folder_format
 from verl.config.schema import Config
+from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.options import Options
 from verl.wire import FP8
 from verl.workers.pools import MAIN, main_pool, pool_of
@@ -28,6 +30,15 @@ def local_gpus() -> int:
     return len([*Path("/dev").glob("nvidia[0-9]*")])
 
 
+def base_format(config: Config, path: str | None = None) -> str:
+    """Return the format of the frozen base below LoRA's factors: that of the weights in the folder at `path` (the
+    policy's without one), or else that of model.quantization; none for float32, and without LoRA."""
+    if trained_by(config.model.lora) is None:
+        return "none"
+    own = folder_format(path or config.model.path)
+    return config.model.quantization if own == "none" else own
+
+
 def colocated(config: Config) -> bool:
     """Return True if rollout and training use the same devices in turn."""
     wanted = config.pipeline.placement
@@ -43,6 +54,8 @@ def compute_dtype(config: Config) -> str:
     """Return model.dtype; for `auto`, the dtype that suits this machine, from files of the kernel."""
     if config.model.dtype != "auto":
         return config.model.dtype
+    if base_format(config) != "none" and not on_cuda(config):
+        return "float32"  # that of the compiled products with codes
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
     return "bfloat16" if on_cuda(config) or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
@@ -74,6 +87,15 @@ def offloaded(config: Config, *, trained: bool) -> tuple[str, ...]:
     """Return the parts of a model's state that are off the device between two uses."""
     options = options_of(config, "model")
     return options.offload(trained=trained) if isinstance(options, Options) else ()
+
+
+def reads_codes(config: Config) -> bool:
+    """Return True if the rollout computes with the codes of a base in 4 or 8 bits. Otherwise it gets that base
+    dequantised, and has a copy of its own."""
+    buckets = getattr(options_of(config, "sync"), "bucket_mb", None) is not None
+    able = traits_of(config.rollout.engine).codes and config.cluster.backend == "inproc" and not buckets
+    exact_rows = config.run.deterministic and device_type_of(config, "rollout") == "cuda"
+    return base_format(config) != "none" and able and not exact_rows
 
 
 def drops_rollout_weights(config: Config) -> bool:

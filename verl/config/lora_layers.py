@@ -10,6 +10,7 @@ from pathlib import Path
 from verl.config.adapter import base_of, read_factors
 from verl.config.backends import traits_of
 from verl.config.cluster import TRAINS
+from verl.config.devices import base_format, reads_codes
 from verl.config.model_files import (
     TensorHeader,
     codes_are_frozen,
@@ -63,13 +64,6 @@ def factors_of(adapter: Path, base: Path, *, head: bool = False) -> TrainedFacto
     sizes = {name.removesuffix(".weight"): (a, b) for name, (a, b) in parts.items()}
     rank = max(a[0] for a, _ in sizes.values())
     return TrainedFactors(rank, {name: (b[0], a[1]) for name, (a, b) in sizes.items()})
-
-
-def base_format(config: Config, path: str | None = None) -> str:
-    """Return the format of the frozen base below LoRA's factors: that of the weights in the folder at `path` (the
-    policy's without one), or else that of model.quantization; none for float32."""
-    own = folder_format(path or config.model.path)
-    return config.model.quantization if own == "none" else own
 
 
 def lora_layer_faults(config: Config) -> Iterator[str]:
@@ -127,11 +121,13 @@ def _format_faults(config: Config, command: str, *, trains_factors: bool) -> Ite
 
 def base_warnings(config: Config) -> Iterator[str]:
     """Yield the warnings about the frozen base of LoRA: parts that stay float32, and an adapter of other weights."""
-    spec = trained_by(config.model.lora)
-    facts = describe_model(config.model.path) if config.model.quantization != "none" else None
+    spec, quantised = trained_by(config.model.lora), config.model.quantization != "none"
+    facts = describe_model(config.model.path) if quantised else None
     if facts is not None and facts.expert_parameters and folder_format(config.model.path) == "none":
         share = facts.expert_parameters / facts.parameters
         yield f"model.quantization={config.model.quantization}: experts, {share:.0%} of the weights, stay float32"
+    if (kind := base_format(config)) != "none" and not reads_codes(config):
+        yield f"a base in {kind}: the rollout reads no codes here, and gets a dequantised copy of its own"
     if spec is not None and spec.path is not None:
         named = base_of(str(Path(spec.path).expanduser()), "")
         if named and Path(named).is_dir() and not Path(named).samefile(find_model_folder(config.model.path)):

@@ -21,8 +21,7 @@ from verl.checkpoint.score import classifier_config
 from verl.config.adapter import base_of
 from verl.config.backends import backend_of, import_object, longest_sequence, options_of
 from verl.config.cluster import roles_of_policy
-from verl.config.devices import dtype_of
-from verl.config.lora_layers import base_format
+from verl.config.devices import base_format, dtype_of
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import Config

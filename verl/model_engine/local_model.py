@@ -127,8 +127,18 @@ class LocalModel:
         return every
 
     def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        yield from ((name, tensor) for name, tensor in saved_weights(self.model) if not is_factor(name))
+        yield from self._exact_weights()
         yield from ((f"{name}.weight", layer.weight) for name, layer in quantised_layers(self.model).items())
+
+    def _exact_weights(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor) for name, tensor in saved_weights(self.model) if not is_factor(name))
+
+    def coded_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of all weights but factors, the quantised ones as codes and scales by the names that
+        bitsandbytes gives them in a checkpoint. No tensor is a copy, but for a few small ones."""
+        yield from self._exact_weights()
+        for name, layer in quantised_layers(self.model).items():
+            yield from ((f"{name}.{part}", tensor) for part, tensor in layer.quantised.tensors().items())
 
     def weight_parts(self) -> Iterator[WeightPart]:
         """Yield the parts of `Publishes.weight_parts`."""

@@ -61,12 +61,19 @@ class FrozenBase:
 
 class PolicyFactors:
     """The weight source of a policy with LoRA factors (`Publishes`), unmerged. with_base: the weights of the base are
-    among its weights; otherwise the factors alone are."""
+    among its weights; otherwise the factors alone are. codes: those of a quantised base are given as their codes and
+    scales, and not dequantised."""
 
-    def __init__(self, engine: TorchEngine, *, with_base: bool) -> None:
+    def __init__(self, engine: TorchEngine, *, with_base: bool, codes: bool = False) -> None:
         assert engine.local.lora is not None, "all weights of this policy are trained"
-        self._engine, self._with_base = engine, with_base
+        self._engine, self._with_base, self._codes = engine, with_base, codes
         self.parameters = engine.local.lora.of_policy
+        factors = (name for module in self.parameters.targets for name in self.parameters.factors(module))
+        self._factors = frozenset(factors)
+
+    def never_changes(self, name: str) -> bool:
+        """Return True for a tensor of the base that stays where it is: no step changes it, and it is not offloaded."""
+        return name not in self._factors and "weights" not in self._engine.settings.offload
 
     @property
     def tied(self) -> Mapping[str, str]:
@@ -86,9 +93,10 @@ class PolicyFactors:
         return self._engine.local.parts_of(self._named())
 
     def _named(self) -> Iterator[tuple[str, Tensor | None]]:
+        local = self._engine.local
         if self._with_base:
-            yield from self._engine.local.named_weights()
-        yield from self._engine.local.exported()
+            yield from local.coded_weights() if self._codes else local.named_weights()
+        yield from local.exported()
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
         return self._engine.infer(batch, columns, average)

@@ -58,6 +58,11 @@ class RankWork:
     """The weights are published: they are gathered one by one."""
 
 
+def quantised_values(model: ModelFacts) -> int:
+    """Return the number of values that are quantised in a frozen base: those of layers, without experts."""
+    return (model.body_parameters - model.embedding_parameters) // model.layers * model.layers - model.expert_parameters
+
+
 def copies_weights(work: RankWork) -> bool:
     """Return True if the model computes with a bfloat16 copy of its weights (compute_copy.py, sharded_copy.py) in place
     of autocast."""

@@ -42,6 +42,8 @@ OF_127 = 7.874015718698502e-3
 AT_ONCE = 1 << 20
 """Values of a weight that are quantised together: the temporary tensors of one step are small."""
 STATE = "weight.quant_state.bitsandbytes__nf4"
+FLOAT_PARTS = (".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", ".SCB")
+"""The ends of the names of those tensors of a quantised weight that may be floating-point."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,20 +13,22 @@ from verl.config.adapter import teacher_models
 from verl.config.backends import engine_name, memory_of, options_of, rollout_caches
 from verl.config.cluster import NO_MODEL, roles_of_policy, roles_on_base
 from verl.config.devices import (
+    base_format,
     compute_dtype,
     device_type_of,
     drops_rollout_weights,
     dtype_of,
     offloaded,
     on_cuda,
+    reads_codes,
     rollout_dtype,
 )
-from verl.config.lora_layers import base_format, factors_of, trained_factors
+from verl.config.lora_layers import factors_of, trained_factors
 from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.on_base import REWARD_MODEL, adapters_on_base
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
-from verl.model_engine.memory import DTYPE_BYTES, RankWork
+from verl.model_engine.memory import DTYPE_BYTES, MATRIX_BYTES, RankWork, quantised_values
 from verl.rollout.native.options import KEPT_KV_BYTES
 from verl.weight_sync.options import Ipc
 from verl.wire import FP8, FP8_BLOCK
@@ -140,9 +142,15 @@ def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
         copy = wire_bytes(config, model) + 4 * _projected(model) // model.hidden
     local = engine_name(config, "sync") == "local"
     staged = {"quantised weights": wire_bytes(config, model)} if local and config.rollout.dtype == FP8 else {}
+    incoming = copy
+    if reads_codes(config):  # the trainer's own in one process; later versions are factors alone
+        coded, factors = quantised_values(model), trained_factors(config)
+        codes = 0 if local else int(MATRIX_BYTES[base_format(config)] * coded)
+        copy = DTYPE_BYTES[rollout_dtype(config)] * (model.parameters - coded) + codes
+        incoming = 0 if factors is None else DTYPE_BYTES[rollout_dtype(config)] * factors.parameters
     return {
         "rollout weights": copy,
-        "incoming weights": copy,
+        "incoming weights": incoming,
         **staged,
         **rollout_caches(config, bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config))),
         "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,

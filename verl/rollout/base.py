@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -92,6 +92,8 @@ class Traits:
     """It can multiply the head in float32 beside other weights in bfloat16."""
     fp8: bool = False
     """It reads projections in blocks of 8 bits (rollout.dtype=fp8)."""
+    codes: bool = False
+    """It computes with the codes of a base in 4 or 8 bits (model.quantization)."""
     spans: bool = True
     """Every token is labelled with the version that sampled it, so the weights may change during a request."""
     reports_tokens: bool = False
@@ -325,6 +327,21 @@ class WeightReader(Protocol):
     def tensors(self) -> Iterable[tuple[str, object]]:
         """Return the tensors of the publish one by one, as (name, tensor)."""
         ...
+
+
+@runtime_checkable
+class KnowsTensors(Protocol):
+    """A `WeightReader` that knows its tensors before it reads them."""
+
+    @property
+    def lasting(self) -> Mapping[str, bool]:
+        """The tensors by name; True for one that never changes, which may be kept without a copy."""
+        ...
+
+
+def lasting_of(source: object) -> Mapping[str, bool]:
+    """Return `KnowsTensors.lasting`; of a reader without it, nothing."""
+    return source.lasting if isinstance(source, KnowsTensors) else {}
 
 
 @dataclass(frozen=True, slots=True)

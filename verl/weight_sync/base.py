@@ -59,6 +59,8 @@ class Entry:
     """crc32 of the bytes that the sender staged; None where this version does not check them, or checks slices."""
     slices: tuple[SliceEntry, ...] = ()
     """The slices of a tensor that no rank had whole, in a version that checks them."""
+    lasting: bool = False
+    """The reader gets the trainer's own tensor, which never changes: it may keep it without a copy."""
 
     @property
     def proof(self) -> Proof:
@@ -409,6 +411,10 @@ class CheckedReader:
     @property
     def identity(self) -> str:
         return self.source.identity
+
+    @property
+    def lasting(self) -> dict[str, bool]:
+        return {name: entry.lasting for name, entry in self.source.delivered.items()}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         at, expected, spent_s, began = f"version {self.version}", self.source.delivered, 0.0, time.perf_counter()

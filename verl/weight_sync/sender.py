@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -51,6 +51,15 @@ class HasMasters(Protocol):
         ...
 
 
+@runtime_checkable
+class HasFrozen(Protocol):
+    """A weight source some of whose tensors never change."""
+
+    def never_changes(self, name: str) -> bool:
+        """Return True for such a tensor, which a replica in this process may keep without a copy."""
+        ...
+
+
 class WeightSender:
     """The sender of one parameter set, used by the role that publishes it."""
 
@@ -78,6 +87,7 @@ class WeightSender:
         self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and those of the own pass minus them
         self._parts: list[WeightPart] | None = None  # names, shapes and dtypes that the engine delivers, no tensors
         self._together: Stage | None = None  # how all ranks stage their parts
+        self._lasts: Callable[[str], bool] = lambda name: False  # tensors that replicas of this process may keep
         self._decided = False  # by the first version
         self._announced: WireFormat | None = None  # the format that a stream is laid out for
         self._source: WeightSource | None = None  # the version that was staged last
@@ -150,6 +160,8 @@ class WeightSender:
         model, which is not a fault of the delivery."""
         given = isinstance(self._outlet, InPlace) and not copy and not self._format.fp8
         form = AS_HELD if given else self._format
+        if isinstance(self._outlet, InPlace) and isinstance(engine, HasFrozen):
+            self._lasts = engine.never_changes
         if not self._decided:
             self._together, self._decided = staging(self._outlet), True
         if self._together is not None and not form.fp8:  # slices of ranks would cut the blocks of FP8
@@ -210,6 +222,8 @@ class WeightSender:
         assert {n: replace(e, checksum=None, slices=()) for n, e in manifest.items()} == self._shapes_of(
             engine, form
         ), "the engine delivers other tensors"
+        for name, entry in manifest.items():
+            manifest[name] = replace(entry, lasting=self._lasts(name))
         for name, owner in engine.tied.items():
             manifest[name] = replace(manifest[owner], checksum=None, slices=(), tied_to=owner)
         probe = self._probed(engine, version, probes)
@@ -237,7 +251,8 @@ class WeightSender:
         for number, (name, tensor) in enumerate(gathered):
             record.gathered_s += time.perf_counter() - began
             for sent, made in wire_tensors(form, name, tensor):
-                kept = made.clone() if copy and made.data_ptr() == tensor.data_ptr() else made
+                own = made.data_ptr() == tensor.data_ptr()
+                kept = made.clone() if copy and own and not self._lasts(name) else made
                 record.note(sent, kept, check=self._checks(number))
                 yield sent, kept
             began = time.perf_counter()

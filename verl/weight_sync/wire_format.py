@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from verl.nn.fp8 import SCALES, VALUES, in_blocks, quantise, scales_shape
+from verl.nn.quant import FLOAT_PARTS
 from verl.wire import WireFormat, holds
 
 
 def wire_dtype(form: WireFormat, name: str, held: torch.dtype) -> torch.dtype:
     """Return the dtype in which the tensor `name` is sent, which the trainer has in the dtype `held`. Only
-    floating-point tensors are converted, and only to a narrower dtype: a replica widens without loss."""
+    floating-point tensors are converted, and only to a narrower dtype: a replica widens without loss. Scales of codes
+    are never converted: they would be those of other weights."""
     wanted = form.dtype_of(name)
+    if form.codes and name.endswith(FLOAT_PARTS):
+        return held
     if wanted is None or not held.is_floating_point or not holds(str(held).removeprefix("torch."), wanted):
         return held
     to: torch.dtype = vars(torch)[wanted]

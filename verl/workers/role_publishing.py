@@ -28,7 +28,7 @@ class RolePublishing:
     def __init__(self, role: str, engine: ModelEngine, sender: WeightSender | None, ranks: Ranks) -> None:
         self._role, self._engine, self._ranks = role, engine, ranks
         self.sender, self.lora_sets = sender, LoraSets()
-        self._factors: dict[Delivery, tuple[PolicyFactors, WeightSender]] = {}
+        self._factors: dict[tuple[Delivery, bool], tuple[PolicyFactors, WeightSender]] = {}
         self._last_sender = sender  # by the last publish of the policy
 
     def open_set(self, name: str, folder: Path, base: Path, outlet: Outlet) -> None:
@@ -46,7 +46,8 @@ class RolePublishing:
     ) -> Sent | None:
         """Send the present weights of a set in the format that the replicas read. delivery: that of a policy with LoRA
         factors. The first rank returns the receipt."""
-        source, sender = self._publishing(parameters) if delivery == "merged" else self._of_factors(delivery)
+        merged = delivery == "merged"
+        source, sender = self._publishing(parameters) if merged else self._of_factors(delivery, form.codes)
         sender.set_format(form)
         with self._engine.awake("weights"):
             if parameters == POLICY_SET.id:
@@ -90,15 +91,17 @@ class RolePublishing:
         whole = parameters == POLICY_SET.id
         return (self._engine, self._own_sender()) if whole else self.lora_sets.publishing(parameters)
 
-    def _of_factors(self, delivery: Delivery) -> tuple[Publishes, WeightSender]:
-        """Return (source, sender) of the policy's LoRA factors, with the base or without."""
-        if delivery not in self._factors:
-            with_base, engine = delivery == "base and factors", self._engine
-            source = PolicyFactors(engine, with_base=with_base)  # type: ignore[arg-type]
+    def _of_factors(self, delivery: Delivery, codes: bool) -> tuple[Publishes, WeightSender]:
+        """Return (source, sender) of the policy's LoRA factors, with the base or without. codes: the replicas read
+        those of a quantised base."""
+        with_base, engine = delivery == "base and factors", self._engine
+        key = delivery, codes and with_base
+        if key not in self._factors:
+            source = PolicyFactors(engine, with_base=with_base, codes=codes)  # type: ignore[arg-type]
             base = FrozenBase(engine)  # type: ignore[arg-type]
             sender = self._own_sender().for_factors(source.parameters, base, with_base=with_base)
-            self._factors[delivery] = source, sender
-        return self._factors[delivery]
+            self._factors[key] = source, sender
+        return self._factors[key]
 
     def _own_sender(self) -> WeightSender:
         assert self.sender is not None, f"{self._role} publishes nothing"

@@ -62,14 +62,13 @@ class Stack(ctypes.Structure):
     )
 
 
-class Nf4Pointers(ctypes.Structure):
-    """A weight [width, depth] in NF4 as a C struct, which does not own its tensors."""
+class Codes(ctypes.Structure):
+    """A weight [width, depth] in NF4 or int8 as a C struct, which does not own its tensors."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "scales", "nested", "values")),
         ("offset", c_float),
-        ("width", c_long),
-        ("depth", c_long),
+        *((name, c_long) for name in ("width", "depth", "eight")),
     )
 
 
@@ -100,8 +99,8 @@ TYPED = {  # one function per dtype
 FLOAT32 = {
     "linear": (Address,) * 4 + (c_long,) * 5,
     "pack": (Address,) * 2 + (c_long,) * 5,
-    "nf4_linear": (Address, ctypes.POINTER(Nf4Pointers), *(Address,) * 3, *(c_long,) * 5),
-    "nf4_rows": (ctypes.POINTER(Nf4Pointers), Address, *(c_long,) * 3),
+    "nf4_linear": (Address, ctypes.POINTER(Codes), *(Address,) * 3, *(c_long,) * 5),
+    "nf4_rows": (ctypes.POINTER(Codes), Address, *(c_long,) * 3),
     "large_pages": (Address, c_long),
     "fold_crc": (Address, c_long, Address),
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),

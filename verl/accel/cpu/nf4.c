@@ -1,11 +1,13 @@
-/* Products with weights of 4 bits (NF4), included by kernels.c.
+/* Products with weights of 4 bits (NF4) and of 8 bits (int8), included by kernels.c.
  *
  * A weight W [width, depth] is read as bitsandbytes stores it: codes of two values per byte, the first in the upper half, and
  * scales of blocks of 64 values: float32, or codes of 8 bits of a table, times the scale of their own block of 256, plus an
  * offset. The lanes of a vector are values of one row, all of one block: its 16 levels are multiplied by the scale once, and
  * codes are looked up among them. Upper and lower halves of bytes are the columns 0, 2, .. and 1, 3, .., so x is brought
- * into this order first. The bits of a row of y depend on that row of x alone. */
+ * into this order first. int8 has a scale per row of W; a few rows are dequantised, in their own order, before they are
+ * multiplied. The bits of a row of y depend on that row of x alone. */
 
+#define OF_127 7.874015718698502e-3f /* the reciprocal of 127, as in quant.py */
 #define NF4_BLOCK 64
 #define NF4_CHUNK 64    /* blocks whose scales are computed together */
 #define NF4_AT_ONCE 48  /* rows of x that stay in the second-level cache while the weight passes */
@@ -25,13 +27,21 @@ static const float nf4_levels[16] = {
     -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
     0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f};
 
-struct nf4 { /* as `Nf4Pointers` in nf4.py */
-    const uint8_t *codes;
-    const void *scales;           /* [ceil(width * depth / 64)]: uint8_t, or float if `nested` is null */
+struct nf4 { /* as `Codes` in kernels.py */
+    const uint8_t *codes;         /* int8: int8_t [width, depth] */
+    const void *scales;           /* [ceil(width * depth / 64)]: uint8_t, or float if `nested` is null; int8: float [width] */
     const float *nested, *values; /* [ceil(scales / 256)] and [256] */
     float offset;
-    long width, depth;
+    long width, depth, eight; /* eight: the weight is int8 */
 };
+
+/* out [depth] = the values of a row of int8. Products are rounded one by one, as in torch. */
+static void int8_values(const struct nf4 *w, long row, float *out) {
+    const int8_t *codes = (const int8_t *)w->codes + row * w->depth;
+    const float scale = ((const float *)w->scales)[row];
+#pragma omp simd
+    for (long i = 0; i < w->depth; i++) out[i] = (float)codes[i] * scale * OF_127;
+}
 
 /* out [count] = the scales of blocks. Products and sums are rounded one by one, as in torch: not fused. */
 #if defined(__GNUC__) && !defined(__clang__)
@@ -108,6 +118,10 @@ static void nf4_arrange(const float *x, float *out, long depth) {
 
 /* tile [rows, depth] = rows of W, dequantised and arranged */
 static void nf4_tile(const struct nf4 *w, long row, float *tile, long rows) {
+    if (w->eight) {
+        for (long r = 0; r < rows; r++) int8_values(w, row + r, tile + r * w->depth);
+        return;
+    }
     const long blocks = w->depth / NF4_BLOCK;
     float scales[NF4_CHUNK];
     for (long b = row * blocks; b < (row + rows) * blocks; b++) {
@@ -234,10 +248,10 @@ static inline void nf4_store(const struct nf4_out *o, const float *sums, long ro
 
 /* Rows first .. last of W times x [n, depth], whose first row is `start` of y */
 static void nf4_run(const float *x, const struct nf4 *w, const struct nf4_out *o, long first, long last, long start, long n) {
-    const long whole = w->depth % NF4_BLOCK == 0, tiled = whole && n > NF4_DIRECT;
+    const long whole = w->depth % NF4_BLOCK == 0, tiled = w->eight || (whole && n > NF4_DIRECT);
     float space[tiled ? NF4_TILE * w->depth + LINE : 1], sums[NF4_WIDE * NF4_MOST];
     float *tile = (float *)(((uintptr_t)space + 4 * LINE - 1) & ~(uintptr_t)(4 * LINE - 1)); /* no vector in two lines */
-    const long most = !whole ? 1 : n == 1 ? NF4_WIDE : NF4_TILE;
+    const long most = !whole ? 1 : n == 1 && !tiled ? NF4_WIDE : NF4_TILE;
     for (long row = first, rows; row < last; row += rows) {
         rows = row + most <= last ? most : 1;
         if (tiled) nf4_tile(w, row, tile, rows);
@@ -245,6 +259,8 @@ static void nf4_run(const float *x, const struct nf4 *w, const struct nf4_out *o
             some = (n - m + left - 1) / left; /* parts of about one size */
             if (whole)
                 nf4_some(x + m * w->depth, w, row, tiled ? tile : NULL, sums, rows > 1, some);
+            else if (tiled)
+                for (long i = 0; i < some; i++) sums[i] = dot(x + (m + i) * w->depth, tile, w->depth);
             else
                 nf4_any(x + m * w->depth, w, row, sums, some);
             nf4_store(o, sums, row, rows, start + m, some);
@@ -261,7 +277,7 @@ void nf4_linear(
     for (long start = 0; start < n; start += NF4_AT_ONCE) {
         const long count = n - start < NF4_AT_ONCE ? n - start : NF4_AT_ONCE;
         const float *some = x + start * w->depth;
-        if (w->depth % NF4_BLOCK == 0) {
+        if (w->depth % NF4_BLOCK == 0 && !w->eight) {
             for (long m = 0; m < count; m++) nf4_arrange(x + (start + m) * w->depth, scratch + m * w->depth, w->depth);
             some = scratch;
         }
@@ -278,6 +294,10 @@ void nf4_rows(const struct nf4 *w, float *out, long first, long count, long thre
     for (long row = 0; row < count; row++) {
         float *to = out + row * w->depth;
         const long at = (first + row) * w->depth;
+        if (w->eight) {
+            int8_values(w, first + row, to);
+            continue;
+        }
         if (w->depth % NF4_BLOCK) {
             nf4_values(w, at, w->depth, to);
             continue;

@@ -1,29 +1,18 @@
-"""Products with weights in NF4 by the compiled kernels, float32."""
+"""Products with weights in NF4 and int8 by the compiled kernels, float32."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from verl.accel.cpu.kernels import Kernels, Nf4Pointers
-from verl.accel.plain import plain_quantised_back, plain_quantised_linear
-from verl.nn.quant import AT_ONCE, Int8, Nf4, QuantisedTensor
+from verl.accel.cpu.kernels import Codes, Kernels
+from verl.nn.quant import AT_ONCE, Int8, QuantisedTensor
 
 ROWS_AT_ONCE = 48  # as in nf4.c
 
 
-def quantised_linear(x: Tensor, weight: QuantisedTensor, bias: Tensor | None = None, *, kernels: Kernels) -> Tensor:
-    """Return x [n, K] times a quantised weight [N, K] transposed, plus bias [N]. Codes of NF4 are looked up during the
-    product; an int8 weight is dequantised tile by tile."""
-    if isinstance(weight, Int8):
-        return plain_quantised_linear(x, weight, bias)
-    return multiply(x, weight, bias, x.new_empty(len(x), weight.shape[0]), kernels=kernels)
-
-
 def quantised_back(dy: Tensor, weight: QuantisedTensor, *, kernels: Kernels) -> Tensor:
     """Return dy [n, N] times a quantised weight [N, K], which is dequantised a few rows at a time."""
-    if isinstance(weight, Int8):
-        return plain_quantised_back(dy, weight)
     (rows, depth), pointers = weight.shape, _pointers(weight)
     out, step = dy.new_zeros(len(dy), depth), max(1, AT_ONCE // depth)
     tile = torch.empty(min(step, rows), depth)
@@ -34,13 +23,21 @@ def quantised_back(dy: Tensor, weight: QuantisedTensor, *, kernels: Kernels) -> 
     return out
 
 
-def multiply(
-    x: Tensor, weight: Nf4, bias: Tensor | None, out: Tensor, *, kernels: Kernels, pairs: int = 0, add: bool = False
+def quantised_linear(
+    x: Tensor,
+    weight: QuantisedTensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    kernels: Kernels,
+    pairs: int = 0,
+    add: bool = False,
 ) -> Tensor:
-    """Write x [n, K] W^T + bias into out [n, N] (a view of columns of a larger tensor is allowed), or with `add` add it
-    to out. pairs: put the halves of heads of D/2 pairs of rows of W side by side, as RoPE pairs them; 0: keep their
-    order. Return out."""
-    x = x.contiguous()
+    """Return x [n, K] times a quantised weight [N, K] transposed, plus bias [N]. Codes of NF4 are looked up during the
+    product, or for many rows before it, as those of int8 are.
+
+    out, pairs, add: as in `plain_quantised_linear`"""
+    x, out = x.contiguous(), x.new_empty(len(x), weight.shape[0]) if out is None else out
     assert x.dtype == out.dtype == torch.float32 and x.shape[1] == weight.shape[1] and out.stride(1) == 1
     assert out.shape == (len(x), weight.shape[0]) and (not pairs or weight.shape[0] % (2 * pairs) == 0)
     scratch = torch.empty(min(len(x), ROWS_AT_ONCE), x.shape[1])
@@ -49,9 +46,9 @@ def multiply(
     return out
 
 
-def _pointers(weight: Nf4) -> Nf4Pointers:
-    nested = weight.nested
+def _pointers(weight: QuantisedTensor) -> Codes:
+    nested, eight = (None, True) if isinstance(weight, Int8) else (weight.nested, False)
     tensors = (weight.codes, weight.absmax, *((None, None) if nested is None else (nested.absmax, nested.values)))
     assert all(t is None or t.is_contiguous() for t in tensors)
     addresses = (None if t is None else t.data_ptr() for t in tensors)
-    return Nf4Pointers(*addresses, 0.0 if nested is None else nested.offset, *weight.shape)
+    return Codes(*addresses, 0.0 if nested is None else nested.offset, *weight.shape, eight)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl.accel.plain import plain_quantised_back, plain_quantised_linear
+from verl.accel.plain import placed, plain_quantised_back, plain_quantised_linear
 from verl.nn.quant import BLOCK, NESTED_BLOCK, NF4_LEVELS, Int8, Nf4, QuantisedTensor
 
 FEW_ROWS, MANY_ROWS, COLUMNS = 16, 64, 64
@@ -104,12 +104,24 @@ def _nf4_product(
     tl.store(out + to, product.to(out.dtype.element_ty), mask=written)
 
 
-def nf4_product(x: Tensor, weight: QuantisedTensor, bias: Tensor | None = None) -> Tensor:
+def nf4_product(
+    x: Tensor,
+    weight: QuantisedTensor,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    pairs: int = 0,
+    add: bool = False,
+) -> Tensor:
     """Return x [M, K] times a quantised weight [N, K] transposed, plus bias [N]. The weight is rounded to the dtype of
-    x, and sums are float32. An int8 weight is dequantised tile by tile."""
+    x, and sums are float32. An int8 weight is dequantised tile by tile.
+
+    out, pairs, add: as in `plain_quantised_linear`"""
     if isinstance(weight, Int8):
-        return plain_quantised_linear(x, weight, bias)
-    return _launch(x, weight, bias, x.new_empty(len(x), weight.shape[0]), back=False)
+        return plain_quantised_linear(x, weight, bias, out, pairs=pairs, add=add)
+    mine, after = (None, bias) if pairs else (bias, None)  # a bias is of the columns as they are placed
+    product = _launch(x, weight, mine, x.new_empty(len(x), weight.shape[0]), back=False)
+    return placed(product, after, out, pairs=pairs, add=add)
 
 
 def nf4_back(dy: Tensor, weight: QuantisedTensor) -> Tensor:

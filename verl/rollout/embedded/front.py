@@ -60,14 +60,14 @@ class EmbeddedEngine(BaseEngine):
     def __init__(self, runner: Runner, context: RolloutContext, *, prefix_cache: bool, notes: tuple[str, ...]) -> None:
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
         self._runner, self._checks = runner, InputChecks(runner, decodes=context.decode is not None)
-        traits = replace(
-            IN_PROCESS, prefix_cache=prefix_cache, stop_strings=context.decode is not None, fp8=context.fp8
-        )
+        form = runner.weight_format if isinstance(runner, ReadsFormat) else AS_HELD
+        ends = context.decode is not None
+        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=ends, fp8=context.fp8, codes=form.codes)
         self._capabilities = capabilities_of(
             traits,
             max_context_tokens=context.max_context_tokens,
             sleep_levels=(1, 2),
-            weights=runner.weight_format if isinstance(runner, ReadsFormat) else AS_HELD,
+            weights=form,
             lora_rank=runner.lora_rank if isinstance(runner, TakesSets) else 0,
             notes=notes,
         )

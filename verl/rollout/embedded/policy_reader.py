@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from verl.parameter_set import OfSet, set_of
-from verl.rollout.base import WeightReader
+from verl.rollout.base import WeightReader, lasting_of
 
 
 class PolicyReader:
@@ -19,6 +19,7 @@ class PolicyReader:
         self.identity = source.identity if isinstance(source, OfSet) else ""
         self._names = {name for module in self.parameters.targets for name in self.parameters.factors(module)}
         self.factors: dict[str, Tensor] = {}
+        self.lasting = {name: keeps for name, keeps in lasting_of(source).items() if name not in self._names}
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -27,6 +27,8 @@ class NativeOps:
     """The head's matrix product in float32, if all other weights are in half precision; else None."""
     block_linear: Call | None
     """The product with weights in blocks of 8 bits; None: such weights are dequantised when they arrive."""
+    quantised_linear: Call
+    """The product with the codes of a base in 4 or 8 bits."""
     missing: str | None
     """The reason why better kernels for this device are not used; None if they are."""
 
@@ -87,11 +89,12 @@ def choose_ops(
     result of a row does not depend on the other rows. `float32_head`: the head's product and the logits are float32.
     `block_linear`: the product with projections in blocks of 8 bits."""
     use, without = Use(device, dtype), () if compiled else (COMPILED,)
-    norm, gated, linear = (choose(n, use, without=without) for n in ("rms_norm", "gated", "linear"))
+    names = ("rms_norm", "gated", "linear", "quantised_linear")
+    norm, gated, linear, coded = (choose(name, use, without=without) for name in names)
     exact_head = float32_head and dtype != torch.float32
     sample = choose("sample", replace(use, dtype=torch.float32) if exact_head else use, without=without)
     attention = choose("slot_attention", use, without=without)
-    assert norm and gated and sample and linear, "torch computes these in every dtype"
+    assert norm and gated and sample and linear and coded, "torch computes these in every dtype"
     layout: Products = products or linear.call()
     exact = choose("exact_linear", use) if exact_rows and products is None and not layout.exact_rows else None
     head = choose("float32_linear", use) if exact_head else None
@@ -103,5 +106,6 @@ def choose_ops(
         products=layout if exact is None else exact.call(),
         float32_linear=None if head is None else head.call,
         block_linear=None if block_linear is None else partial(block_linear, exact_rows=exact_rows),
+        quantised_linear=coded.call,
         missing="; ".join(norm.passed_over.values()) or None,
     )

@@ -24,6 +24,7 @@ from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest, PromptKey
 from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, score_logits, scores_of, split_draws
+from verl.rollout.native.codes import CodesReader
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps, choose_block_linear, choose_decode_ops, choose_ops
@@ -147,7 +148,9 @@ class NativeRunner:
 
     @property
     def weight_format(self) -> WireFormat:
-        return WireFormat(str(self._dtype).removeprefix("torch."), fp8=self._fp8)
+        # on a GPU the bits of a product with codes depend on its number of rows
+        codes = not self._fp8 and not (self._deterministic and self._device.type == "cuda")
+        return WireFormat(str(self._dtype).removeprefix("torch."), fp8=self._fp8, codes=codes)
 
     @property
     def ready(self) -> bool:
@@ -162,7 +165,7 @@ class NativeRunner:
     def load(self, source: WeightReader) -> None:
         live = self.model.weights or self._torn
         self.model.weights = self._torn = None  # until all tensors are loaded
-        if live is None or not live.destinations:
+        if live is None or not live.destinations or CodesReader(source, self._device).weights:
             del live  # frees the memory for the new weights
             return self.prepare(source)()
         self._torn = live  # graphs read it, and there is room for no other
@@ -178,19 +181,22 @@ class NativeRunner:
     def prepare(self, source: WeightReader) -> Callable[[], None]:
         layout = self.ops.products if self.ops.products.fills else None
         kept = self.ops.block_linear is not None
+        codes = CodesReader(source, self._device)
         kinds = self._dtype, self.compute_dtype, self._device
-        storage = Storage(self.model.shape, *kinds, layout, kept, self._tower)
-        receive(self._read(source), storage.destinations)
-        return partial(self._switch, weights_of(storage, self.ops))
+        storage = Storage(self.model.shape, *kinds, layout, kept, self._tower, coded=codes.weights)
+        receive(codes.rest(iter(self._read(source)), storage.claimed), storage.destinations)
+        return partial(self._switch, weights_of(storage, self.ops, codes))
 
     def _switch(self, fresh: Weights) -> None:
         """Make the weights `fresh` live and drop all prompts of older ones."""
         before, self._torn = self.model.weights or self._torn, None
-        if self._paged is not None and before is not None and before.tensors:
+        if self._paged is not None and before is not None and before.tensors and fresh.tensors:
             before.overwrite(fresh)  # graphs read the memory that they were captured with
             self.model.weights = before
         else:
             self.model.weights = fresh
+            if self._paged is not None:
+                self._paged.forget()
         self._forget_prompts()
 
     def _forget_prompts(self, name: str | None = None) -> None:

@@ -3,7 +3,7 @@ per version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -14,6 +14,7 @@ from verl.accel.linear import Blocks, DecoderSizes, FilledLinear, LayerParts, La
 from verl.nn.fp8 import SCALES, VALUES, in_blocks, scales_shape
 from verl.rollout.embedded.receive import Destination
 from verl.rollout.native.architecture import Shape
+from verl.rollout.native.codes import CodedRows, CodesReader, PlainRows, RowsProduct, WeightRows
 from verl.rollout.native.layers import Experts, FeedForward, Norm, Stacked
 from verl.rollout.native.ops import NativeOps
 from verl.rollout.native.tower import Tower
@@ -108,6 +109,19 @@ def projections(s: Shape, layer: int) -> Iterator[Projections]:
     yield Projections(key + "down", ((at + "mlp.down_proj", s.hidden),), s.ffn, s.mlp_bias)
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A projection of a product that is computed projection by projection, since some of them have codes."""
+
+    key: str
+    """Its HF name, or that of its own product if it has no codes."""
+    coded: bool
+    rows: int
+    width: int
+    pairs: int
+    """The D/2 pairs of each head whose rows are put side by side; 0: none are."""
+
+
 @dataclass(slots=True)
 class Storage:
     """The memory of one version while it is received, and by HF name the destinations that fill it. A layout that can
@@ -121,6 +135,8 @@ class Storage:
     blocks: bool = False  # projections arrive and are kept in blocks of 8 bits
     tower: Tower | None = None  # the model's vision tower
     seeing: dict[str, Tensor] = field(default_factory=dict)  # its weights
+    coded: Set[str] = frozenset()  # the weights that arrive as codes, for which there is no memory here
+    apart: dict[str, list[Part]] = field(default_factory=dict)  # the products that have some of them, by key
     tensors: dict[str, Tensor] = field(default_factory=dict)
     products: dict[str, FilledLinear] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
@@ -141,11 +157,17 @@ class Storage:
             for name, into in self.seeing.items():
                 self.destinations[f"model.{name}"] = Destination(into.shape, into, into.shape, self.dtype)
 
+    @property
+    def claimed(self) -> set[str]:
+        """The weights of which the codes are used; others are dequantised."""
+        return {part.key for parts in self.apart.values() for part in parts if part.coded}
+
     def params(self) -> int:
         """Return the number of weights that a token is multiplied with."""
         s = self.shape
         found = sum(tensor.numel() for key, tensor in self.tensors.items() if not key.endswith(OF_BLOCKS))
         found += sum(one.params for one in self.products.values())
+        found += sum(part.rows * part.width for parts in self.apart.values() for part in parts if part.coded)
         return found - sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
 
     def norm(self, key: str, ops: NativeOps) -> Norm:
@@ -184,7 +206,10 @@ class Storage:
         """Allocate one matrix for several projections, one below the other."""
         key, parts, width, rotated = one.key, one.parts, one.width, one.rotated
         rows, half = sum(n for _, n in parts), self.shape.head_dim // 2
-        if self.layout is not None:
+        apart = not self.coded.isdisjoint(f"{name}.weight" for name, _ in parts)
+        if apart:
+            self.apart[key] = [self._part(one, i) for i in range(len(parts))]
+        elif self.layout is not None:
             product, start = self.layout.empty(rows, width), 0
             self.products[key] = product
             for i, (name, n) in enumerate(parts):
@@ -192,7 +217,7 @@ class Storage:
                 shape = (n, width)
                 self.destinations[f"{name}.weight"] = Destination(shape, product.memory, shape, self.dtype, pack=pack)
                 start += n
-        kinds = [("weight", (width,))] if self.layout is None else []
+        kinds = [("weight", (width,))] if self.layout is None and not apart else []
         in_8_bits = self.blocks and in_blocks(parts[0][0], (rows, width))
         if in_8_bits:
             self._scales_of(key, parts, width, rotated)
@@ -206,6 +231,16 @@ class Storage:
                     copied_as = tuple(into.shape)
                 self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, dtype)
                 start += n
+
+    def _part(self, one: Projections, i: int) -> Part:
+        """Return the i-th projection of a product that is computed projection by projection. One without codes gets
+        memory of its own."""
+        (name, rows), key, rotated = one.parts[i], f"{one.key}.{i}", i < one.rotated
+        coded = f"{name}.weight" in self.coded
+        if not coded:
+            self._fuse(Projections(key, ((name, rows),), one.width, rotated=int(rotated)))
+        pairs = self.shape.head_dim // 2 if rotated else 0
+        return Part(f"{name}.weight" if coded else key, coded, rows, one.width, pairs)
 
     def _scales_of(self, key: str, parts: Sequence[tuple[str, int]], width: int, rotated: int) -> None:
         """Allocate the scales of projections that are fused, and note the row of the scales of each of their rows, in
@@ -293,9 +328,10 @@ class Maker:
     """Makes the products of a version from a filled storage. Tensors that change their layout are removed from the
     storage one by one."""
 
-    def __init__(self, storage: Storage, ops: NativeOps) -> None:
+    def __init__(self, storage: Storage, ops: NativeOps, codes: CodesReader | None) -> None:
+        """codes: those that were read beside the storage"""
         self.linears = list[Linear]()
-        self._storage, self._ops, self._tensors = storage, ops, storage.tensors
+        self._storage, self._ops, self._tensors, self._codes = storage, ops, storage.tensors, codes
         self._take = self._tensors.__getitem__ if ops.products.keeps else self._tensors.pop
 
     def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -307,11 +343,19 @@ class Maker:
         bias, scales = self._tensors.get(f"{key}.bias"), self._tensors.get(f"{key}.scales")
         if scales is not None:
             return self._blocks(self._tensors[f"{key}.weight"], scales, self._tensors[f"{key}.scale_rows"], bias)
+        if (parts := self._storage.apart.get(key)) is not None:
+            return self._made(RowsProduct([(self._rows(part), part.rows) for part in parts], bias))
         made = self._storage.products.get(key)
         if made is None:
             return self.linear(self._take(f"{key}.weight"), bias)
         made.bias = bias
         return self._made(made)
+
+    def _rows(self, part: Part) -> WeightRows:
+        if not part.coded:
+            return PlainRows(self.named(part.key))
+        assert self._codes is not None
+        return CodedRows(self._ops.quantised_linear, self._codes.weight(part.key), part.pairs)
 
     def mlp(self, i: int) -> FeedForward | Experts:
         """Return the feed-forward block of layer i."""
@@ -343,13 +387,13 @@ class Maker:
         return product
 
 
-def weights_of(storage: Storage, ops: NativeOps) -> Weights:
-    """Make the weights for the forward pass from a filled storage."""
+def weights_of(storage: Storage, ops: NativeOps, codes: CodesReader | None = None) -> Weights:
+    """Make the weights for the forward pass from a filled storage, and the codes that were read beside it."""
     t, s, layout = storage.tensors, storage.shape, ops.products
     params = storage.params()  # before tensors are removed
-    if not layout.keeps and storage.layout is None:
-        storage.destinations.clear()  # they are views of removed tensors
-    make = Maker(storage, ops)
+    if storage.apart or (not layout.keeps and storage.layout is None):
+        storage.destinations.clear()  # codes are read anew, and there are views of removed tensors
+    make = Maker(storage, ops, codes)
     layers = tuple(
         Layer(
             norm=storage.norm(f"{i}.norm", ops),
@@ -370,8 +414,9 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout.keeps or key in ("embed", "head.weight"))
     kept += 0 if tied_head is None else tied_head.nbytes
     kept += sum(tensor.nbytes for tensor in storage.seeing.values())
+    kept += 0 if codes is None else codes.copied_bytes
     return Weights(
-        joined=join_layers(layers, s, layout),
+        joined=None if storage.apart else join_layers(layers, s, layout),
         tied_head=tied_head,
         destinations=storage.destinations,
         embed=t["embed"],
@@ -380,7 +425,7 @@ def weights_of(storage: Storage, ops: NativeOps) -> Weights:
         norm=storage.norm("norm", ops),
         head=head,
         logit_cap=s.logit_cap,
-        tensors=tuple(t.values()) if layout.keeps else (),
+        tensors=tuple(t.values()) if layout.keeps and not storage.apart else (),
         params=params,
         nbytes=kept + sum(one.nbytes for one in make.linears),
         tower=storage.seeing,
