@@ -99,11 +99,12 @@ STAGES = {
     "data": (),
     "stages": ("parallel.pipeline=2", "algorithm.kl_loss_coef=0.01", *OFFLOAD),
     "factors": ("model.lora.rank=5", *OFFLOAD),
+    "one base": ("model.lora.rank=5", "algorithm.name=ppo", "algorithm.kl_loss_coef=0.01"),
     "data and stages": ("cluster.ranks_per_node=4", "parallel.pipeline=2", "algorithm.kl_loss_coef=0.01", *OFFLOAD),
 }
 
 
-@pytest.mark.parametrize("layout", STAGES if os.environ.get("FULL_GRID") else ["stages", "factors"])
+@pytest.mark.parametrize("layout", STAGES if os.environ.get("FULL_GRID") else ["stages", "factors", "one base"])
 def test_ranks_and_replicas_learn_what_one_process_learns(layout, tmp_path, tiny_model, arithmetic_data):
     """The first step samples from equal weights, so its update is that of one process but for the order of sums; eps
     keeps Adam from making much of that order where a gradient is almost 0."""
@@ -118,7 +119,8 @@ def test_ranks_and_replicas_learn_what_one_process_learns(layout, tmp_path, tiny
         assert (there[name] - value).abs().max() <= 1e-3 * moved + 1e-7, name
     mine, theirs = (metrics_of(tmp_path / where / "r")[1] for where in ("here", "ray"))
     assert mine["critic/score/mean"] == theirs["critic/score/mean"]
-    assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+    for name in ("actor/grad_norm", *(("critic/grad_norm",) if layout == "one base" else ())):
+        assert mine[name] == pytest.approx(theirs[name], rel=1e-4) and mine[name] > 0, name
 
 
 PAGE = re.findall(r"^verl train (.* cluster.backend=ray .*)$", (TESTS.parent / "docs/cluster.md").read_text(), re.M)

@@ -25,7 +25,7 @@ from verl.model_engine.sharded import part_of_rank
 from verl.model_engine.torch_engine import build as build_torch
 from verl.nn.torch_compat import sharded_parameters
 
-SPREAD = ("FSDP, three", "HSDP", "FSDP x TP", "SP", "CP", "FSDP x EP", "PP")
+SPREAD = ("FSDP, three", "HSDP", "FSDP x TP", "CP", "FSDP x EP", "PP")
 """Three ranks cannot share the tensors equally."""
 
 
