@@ -667,6 +667,8 @@ MUTANTS = (
     Mutant("models/multimodal.py", "now += length", "now += b - a", VISION),
     Mutant("models/multimodal.py", "now = int(after[parent]) if parent >= 0 else 0", "now = 0", VISION),
     Mutant("model_engine/vision.py", "first[medium.clamp(min=0)] + feature", "first[medium.clamp(min=0)]", VISION),
+    Mutant("models/pictures.py", "self._kept.move_to_end(reference)", "pass", "tests/unit/test_pictures.py"),
+    Mutant("models/pictures.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
     Mutant("model_engine/vision.py", "if deeper:", "if not deeper:", VISION),
     Mutant("nn/fp8.py", "values.float() * by_row(scales, rows)", "values.float() / by_row(scales, rows)", BLOCKS),
     Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from transformers import (
     Qwen2_5_VLConfig,
@@ -15,6 +18,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from verl.media_tokens import Picture
 from verl.types import Medium, Sample, Segment
@@ -132,3 +136,23 @@ def own_logprobs(model: Any, sample: Sample, content: dict[str, Picture]) -> Ten
 
 def sample_ids(sample: Sample) -> np.ndarray:
     return np.concatenate([s.ids for s in sample.segments])
+
+
+def png(width: int, height: int, seed: int = 0) -> bytes:
+    """Return the bytes of an image with random colours."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return encoded(Image.fromarray(pixels))
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
+    out = io.BytesIO()
+    image.save(out, kind, **more)
+    return out.getvalue()
+
+
+def image_folder(folder: Path, kind: str) -> Path:
+    """Write a model and the settings of its image processor, which keeps sides that are multiples of 4 pixels."""
+    model(kind).save_pretrained(folder)
+    sizes = {"size": {"shortest_edge": 16, "longest_edge": 4096}}
+    Qwen2VLImageProcessorPil(**sizes, patch_size=2, temporal_patch_size=1, merge_size=2).save_pretrained(folder)
+    return folder

@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fakes import put
 from torch import Tensor
-from vision import GRIDS, KINDS, drawn, model, own_logprobs, pictures, rows, seen
+from vision import GRIDS, KINDS, drawn, image_folder, model, own_logprobs, pictures, png, rows, seen
 
 from verl.algorithms.losses import nll
 from verl.batch import Batch, pack, select_rows
 from verl.media_tokens import Picture
+from verl.model_engine.base import EngineContext, OneRank
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.options import Options
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models.multimodal import with_pictures
+from verl.models.pictures import Pictures
 from verl.models.tiny import character_tokenizer, qwen3
 from verl.objective import Term
+from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Medium, Sample, Segment
+from verl.workers.rank_batch import RankStep
+from verl.workers.role import RoleSpec, build_roles
 
 NLL = (Term(name="loss", fn=nll),)
 PATHS: dict[str, dict[str, Any]] = {
@@ -125,6 +135,45 @@ def test_images_that_a_model_cannot_read_are_refused() -> None:
     sample = Sample(sample_id="s", trajectory_id="s", group_id="g", purpose="train", segments=(short, drawn(5)))
     with pytest.raises(ValueError, match="image cat has 6 tokens by its size, and 2 placeholders"):
         with_pictures(pack([sample]), pictures(), config)
+
+
+def test_a_worker_reads_the_images_of_its_rows_from_the_store_of_the_queue(tmp_path: Path) -> None:
+    """Each image is processed once; the same rows with the content in the batch have the same log-probs."""
+    folder, queue = image_folder(tmp_path, "qwen3_vl"), MemoryQueue()
+    contents = {name: png(grid[2] * 2, grid[1] * 2, seed) for seed, (name, grid) in enumerate(GRIDS.items())}
+    names = {name: queue.media.put(content, "test") for name, content in contents.items()}
+    refs = put(queue, [stored(row, names) for row in rows()])
+    context = EngineContext(folder=folder, dtype="float32")
+    spec = RoleSpec(
+        name="actor", queue=queue, engine="verl.model_engine.torch_engine:build", options=Options(), context=context
+    )
+    (role,) = build_roles(spec, ranks=[OneRank()])
+    role.infer(RankStep(refs), {"logprobs": "old_logprobs"})
+    read = Pictures(folder, queue.media)
+    given = with_pictures(
+        pack(rows()), {n: read.of([name])[name] for n, name in names.items()}, role.engine.model.config
+    )
+    expected = role.engine.infer(given, ("logprobs",))["logprobs"]
+    torch.testing.assert_close(queue.read(refs, ("old_logprobs",))["old_logprobs"].values, expected)
+    blank = replace(given, media=replace(given.media, pictures={n: zeros(p) for n, p in given.media.pictures.items()}))
+    assert (role.engine.infer(blank, ("logprobs",))["logprobs"] - expected).abs().max() > 1e-2, "they are seen"
+    alone = TorchEngine(role.engine.model, EngineSettings(dtype="float32"))
+    with pytest.raises(ValueError, match="a batch has 3 media, and this engine has no store of them"):
+        alone.infer(pack(rows()), ("logprobs",))
+
+
+def stored(row: Sample, names: Mapping[str, str]) -> Sample:
+    """Return the row with the references of its images in a store."""
+    return replace(
+        row,
+        segments=tuple(
+            replace(s, media=tuple(m._replace(reference=names[m.reference]) for m in s.media)) for s in row.segments
+        ),
+    )
+
+
+def zeros(picture: Picture) -> Picture:
+    return replace(picture, patches=torch.zeros_like(picture.patches))
 
 
 def test_neighbouring_images_without_text_between_them_have_positions_of_their_own() -> None:

@@ -20,6 +20,7 @@ from verl.nn.heads import Head
 from verl.nn.quant import Kind
 from verl.objective import Term
 from verl.parameter_set import ParameterSet
+from verl.transfer_queue.base import MediaStore
 from verl.types import Metrics
 
 if TYPE_CHECKING:
@@ -148,6 +149,8 @@ class EngineContext:
     """LoRA factors are trained, and the weights of the folder are frozen; None: all weights are trained."""
     quantisation: Kind | None = None
     """The format of the frozen weights in decoder layers, as bitsandbytes has it; None: float32."""
+    media: MediaStore | None = None
+    """The content of the images of the rows, for a model that reads images."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,7 +71,7 @@ class Passes:
         self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self.models_attention = local.model.config._attn_implementation or "eager"
         family = family_of(local.model.config)
-        self._vision = None if family is None else Vision(local.model, family)
+        self._vision = None if family is None else Vision(local.model, family, settings.pictures)
         self.compiled = CompiledLayers() if settings.compile else None
         self._own_forward()
         self._teacher = settings.teacher and settings.teacher.moved_to(
@@ -243,7 +243,9 @@ class Passes:
         limit = self.local.row_limit
         if limit is not None and (tokens := int(batch.positions.max()) + 1) > limit:
             raise ValueError(f"a row has {tokens} tokens; the model's RoPE is fixed for {limit} in this run")
-        if batch.media is not None and self._vision is None:
+        if self._vision is not None:
+            batch = self._vision.filled(batch)
+        elif batch.media is not None:
             what = type(self.local.model).__name__
             raise Refused(f"the rows of a pass have {len(batch.media.references)} media, and {what} reads text alone")
         return self._hidden_packed(batch) if self.packed else self._hidden_padded(batch)

@@ -34,6 +34,7 @@ from verl.model_engine.settings import DEFAULTS, DTYPES, EngineSettings
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.updates import Updates
+from verl.models.pictures import Pictures
 from verl.objective import Term
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.types import Metrics
@@ -197,6 +198,7 @@ def build(
         longest=c.longest,
         lora=c.lora,
         base=c.folder,
+        pictures=None if c.media is None else Pictures(c.folder, c.media),
         offload=options.offload(trained=c.optim is not None),
     )
     return (kind or TorchEngine)(model, settings)

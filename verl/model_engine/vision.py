@@ -15,14 +15,25 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.media_tokens import MediaTokens
 from verl.models.families import ImageFamily
+from verl.models.multimodal import with_pictures
+from verl.models.pictures import Pictures
 
 
 class Vision:
-    """The vision part of a model, and the language model behind it."""
+    """The vision part of a model, and the language model behind it. pictures: the content of the images of batches;
+    None: batches have their content."""
 
-    def __init__(self, model: Any, family: ImageFamily) -> None:
-        self._base, self._axes = model.base_model, family.axes
+    def __init__(self, model: Any, family: ImageFamily, pictures: Pictures | None = None) -> None:
+        self._base, self._axes, self._config, self._pictures = model.base_model, family.axes, model.config, pictures
         self.language: Any = self._base.get_submodule(family.language)
+
+    def filled(self, batch: Batch) -> Batch:
+        """Return the batch of one pass with the content of its media, and the positions that follow from it."""
+        if batch.media is None or batch.media.pictures:
+            return batch
+        if self._pictures is None:
+            raise ValueError(f"a batch has {len(batch.media.references)} media, and this engine has no store of them")
+        return with_pictures(batch, self._pictures.of(batch.media.references), self._config)
 
     def positions(self, positions: Tensor) -> Tensor:
         """Return positions [axes, ..., T] of positions [T] of text, or of [axes, ..., T]."""

@@ -82,7 +82,7 @@ class RoleSpec:
 def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
     """Build the workers of these ranks. Raise ValueError if the engine's forward pass does not agree with the model's
     own."""
-    engine = import_object(spec.engine)(spec.options, spec.context)
+    engine = import_object(spec.engine)(spec.options, replace(spec.context, media=spec.queue.media))
     if spec.context.lora is not None and engine.exported_set.whole:
         raise Refused(f"model.lora: {spec.engine} trains all weights; use model.engine=torch, or leave model.lora out")
     with engine.awake():

@@ -1,0 +1,84 @@
+"""Files of images: what is read, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from vision import encoded, image_folder, png
+
+from verl.models.pictures import MAX_PIXELS, Pictures, decoded_image, image_processor
+from verl.transfer_queue.media import MemoryMedia
+
+NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8))
+ANIMATED = encoded(NOISE, "GIF", save_all=True, append_images=[NOISE.rotate(90)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_folder(tmp_path_factory.mktemp("vl"), "qwen2_vl")
+
+
+@pytest.mark.parametrize(
+    "content, line",
+    [
+        (b"", "x: 0 bytes are no image that can be read"),
+        (b"<svg/>", "no image that can be read .PNG, JPEG, WEBP, GIF, BMP, TIFF."),
+        (png(12, 8)[:-40], "x: a damaged PNG image: image file is truncated"),
+        (png(12, 8)[:20], "no image that can be read"),
+        (ANIMATED, "x: an image of 2 frames; take one of them"),
+        (encoded(Image.new("1", (30_000, 30_000))), "x: .*900000000 pixels"),
+        (encoded(Image.new("1", (9_000, 9_000))), f"x: 9000 x 9000 pixels, more than {MAX_PIXELS}; scale it down"),
+    ],
+    ids=lambda value: None if isinstance(value, bytes) else value[:30],
+)
+def test_files_that_are_refused(content: bytes, line: str) -> None:
+    with pytest.raises(ValueError, match=line):
+        decoded_image(content, "x")
+
+
+def test_every_kind_of_pixel_becomes_red_green_and_blue() -> None:
+    lossless = {kind: np.asarray(decoded_image(encoded(NOISE, kind), "x")) for kind in ("PNG", "BMP", "TIFF")}
+    assert all(np.array_equal(found, np.asarray(NOISE)) for found in lossless.values())
+    for mode in ("L", "P", "CMYK", "I;16"):
+        kind = "TIFF" if mode == "CMYK" else "PNG"
+        found = decoded_image(encoded(Image.new(mode, (5, 4)), kind), "x")
+        assert (found.mode, found.size) == ("RGB", (5, 4)), mode
+    clear = Image.new("RGBA", (5, 4), (9, 9, 9, 0))
+    assert np.asarray(decoded_image(encoded(clear), "x")).min() == 255, "white where it is transparent"
+    turned = Image.new("RGB", (5, 4))
+    turned.getexif()[0x0112] = 6
+    assert decoded_image(encoded(turned, "JPEG", exif=turned.getexif()), "x").size == (4, 5), "upright"
+
+
+def test_images_are_processed_once_and_kept_within_a_number_of_bytes(folder: Path, monkeypatch: Any) -> None:
+    store, read = MemoryMedia(), list[str]()
+    a, b, c = (store.put(png(12, 8, seed), "test") for seed in range(3))
+    get = store.get
+    monkeypatch.setattr(store, "get", lambda name: read.append(name) or get(name))
+    each = 4 * 6 * 12 * 4
+    pictures = Pictures(folder, store, max_bytes=2 * each)
+    found = pictures.of([a, b, a])
+    assert read == [a, b] and pictures.kept_bytes == 2 * each and found[a].grid == (1, 4, 6)
+    again = pictures.of([c, a])
+    assert read == [a, b, c] and pictures.kept_bytes == 2 * each and again[a] is found[a]
+    assert torch.equal(pictures.of([b])[b].patches, found[b].patches) and read == [a, b, c, b], "it was read first"
+    own = image_processor(folder)(
+        images=[Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8))]
+    )
+    np.testing.assert_array_equal(found[a].patches, own["pixel_values"])
+    one = Pictures(folder, store, max_bytes=1)
+    assert len({id(p) for p in one.of([a, b]).values()}) == 2 and one.kept_bytes == each, "the last one is kept"
+
+
+def test_sizes_that_a_processor_refuses_and_folders_without_one(folder: Path, tmp_path: Path) -> None:
+    store = MemoryMedia()
+    long = store.put(png(801, 4), "test")
+    with pytest.raises(ValueError, match=f"image {long}: 801 x 4 pixels: absolute aspect ratio"):
+        Pictures(folder, store).of([long])
+    with pytest.raises(ValueError, match="no preprocessor_config.json, which describes how images are processed"):
+        image_processor(tmp_path)

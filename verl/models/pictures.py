@@ -1,0 +1,98 @@
+"""Images as models read them: checked, decoded, processed as the model's folder describes, and kept beside the model
+within a number of bytes. Pillow alone is needed, not torchvision."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from verl.errors import Refused
+from verl.media_tokens import Picture
+from verl.transfer_queue.base import MediaStore
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_PIXELS = 1 << 26
+"""The most pixels of an image, 67 million: small files can describe more than a host's memory."""
+KEPT_BYTES = 1 << 28
+"""The size of the cache of processed images of a model."""
+_SETTINGS = "preprocessor_config.json"
+_DAMAGE = (OSError, SyntaxError, ValueError, EOFError)  # errors of Pillow for damaged files
+
+
+def decoded_image(content: bytes, where: str) -> Any:
+    """Return the bytes of an image file as an RGB image of Pillow, upright, with white where it is transparent. Raise
+    Refused, with `where`, for a file that is damaged, animated, of another format, or too large."""
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the size is checked below
+            image: Any = Image.open(io.BytesIO(content), formats=FORMATS)
+    except Image.DecompressionBombError as e:
+        raise Refused(f"{where}: {e}") from e
+    except _DAMAGE as e:
+        known = ", ".join(FORMATS)
+        raise Refused(f"{where}: {len(content)} bytes are no image that can be read ({known}): {e}") from e
+    if image.width * image.height > MAX_PIXELS:
+        raise Refused(f"{where}: {image.width} x {image.height} pixels, more than {MAX_PIXELS}; scale it down")
+    if (frames := getattr(image, "n_frames", 1)) > 1:
+        raise Refused(f"{where}: an image of {frames} frames; take one of them")
+    try:
+        image.load()
+        image = ImageOps.exif_transpose(image)
+        if image.has_transparency_data:
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    except _DAMAGE as e:
+        raise Refused(f"{where}: a damaged {image.format} image: {e}") from e
+    return image.convert("RGB")
+
+
+def image_processor(folder: Path) -> Any:
+    """Return the image processor of a model's folder, without torchvision. Raise Refused if the folder has none."""
+    from transformers import AutoImageProcessor
+
+    if not (folder / _SETTINGS).is_file():
+        raise Refused(f"{folder}: no {_SETTINGS}, which describes how images are processed; copy it from the model")
+    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+
+
+class Pictures:
+    """The processed images of a model, by reference. Each is decoded and processed when it is first read; those that
+    were read last are kept.
+
+    folder: the model · store: the content of the images · max_bytes: the size of those that are kept"""
+
+    def __init__(self, folder: Path, store: MediaStore, max_bytes: int = KEPT_BYTES) -> None:
+        self._folder, self._store, self._max_bytes = folder, store, max_bytes
+        self._processor: Any = None
+        self._kept: OrderedDict[str, Picture] = OrderedDict()
+        self.kept_bytes = 0
+
+    def of(self, references: Iterable[str]) -> dict[str, Picture]:
+        return {reference: self._one(reference) for reference in references}
+
+    def _one(self, reference: str) -> Picture:
+        if reference in self._kept:
+            self._kept.move_to_end(reference)
+            return self._kept[reference]
+        found = self._kept[reference] = self._processed(reference)
+        self.kept_bytes += found.patches.nbytes
+        while self.kept_bytes > self._max_bytes and len(self._kept) > 1:
+            self.kept_bytes -= self._kept.popitem(last=False)[1].patches.nbytes
+        return found
+
+    def _processed(self, reference: str) -> Picture:
+        if self._processor is None:
+            self._processor = image_processor(self._folder)
+        where = f"image {reference}"
+        image = decoded_image(self._store.get(reference), where)
+        try:
+            found = self._processor(images=[image], return_tensors="pt")
+        except ValueError as e:  # sides that differ too much
+            raise Refused(f"{where}: {image.width} x {image.height} pixels: {e}") from e
+        (grid,) = found["image_grid_thw"].tolist()
+        return Picture(patches=found["pixel_values"], grid=tuple(grid))
