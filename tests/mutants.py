@@ -898,6 +898,8 @@ MUTANTS = (
     Mutant("rollout/native/codes.py", "if self._lasting[name] and", "if", CODES),
     Mutant("rollout/native/codes.py", "pairs=self.pairs, add=add)", "pairs=0, add=add)", CODES),
     Mutant("rollout/native/weights.py", "rotated=int(rotated)", "rotated=0", CODES),
+    Mutant("rollout/native/weights.py", 'or "embed" in storage.adopted', "", CODES),
+    Mutant("rollout/native/weights.py", "} - storage.adopted", "}", CODES),
     Mutant("nn/linear_logprob.py", "is not None and needed else None", "is not None else None", HEAD),
     Mutant(
         "nn/quant_linear.py",

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from verl.accel.cpu import nf4
 from verl.accel.cpu.kernels import load_kernels
+from verl.accel.cpu.nf4 import rows_linear
 from verl.accel.plain import plain_quantised_linear
 from verl.nn.quant import STATE, Int8, Nf4, code_values, quantise_weight, read_quantised
 
@@ -196,6 +197,19 @@ def test_compiled_products_go_into_columns_with_bias_residual_and_the_order_of_r
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
         product(x, weight, bias, found[:, 10:34], pairs=4)
         torch.testing.assert_close(found[:, 10:34], plain[:, order] + bias, atol=1e-5, rtol=1e-5)
+
+
+def test_products_with_float32_weights_in_rows(kernels):
+    """The bits of a row of a result do not depend on the others."""
+    for depth in (192, 66):
+        x, weight, bias, before = (torch.randn(*shape) for shape in ((61, depth), (50, depth), (50,), (61, 50)))
+        whole = rows_linear(x, weight, bias, before.clone(), kernels=kernels, add=True)
+        torch.testing.assert_close(whole, before + x @ weight.T + bias, atol=1e-4, rtol=1e-5)
+        exact = rows_linear(x, weight, None, torch.empty(61, 50), kernels=kernels, add=False)
+        for n in (1, 2, 5, 48, 49):
+            assert torch.equal(
+                rows_linear(x[:n], weight, None, torch.empty(n, 50), kernels=kernels, add=False), exact[:n]
+            )
 
 
 def test_tiles_are_the_rows(monkeypatch):

@@ -14,6 +14,7 @@ from rollouts import finish, native_core
 from torch import Tensor
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from verl.accel.cpu.linear import InRows
 from verl.nn.quant_linear import quantise_linears, quantised_layers
 from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.core import EngineCore
@@ -96,10 +97,11 @@ def test_rows_have_the_same_bits_in_every_batch() -> None:
         assert (sampled(many)[1] == sampled(one)[1]).all()
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_codes_are_the_trainers_own_where_they_last_and_else_a_copy(kind: Any) -> None:
-    model = model_of("qwen2")
+@pytest.mark.parametrize(("kind", "family"), [("nf4", "qwen2"), ("int8", "qwen3")])
+def test_tensors_are_the_trainers_own_where_they_last_and_else_a_copy(kind: Any, family: str) -> None:
+    model = model_of(family)
     quantise_linears(model, kind)
+    embed, head = (one.weight for one in (model.get_input_embeddings(), model.get_output_embeddings()))
     mine = {layer.codes.data_ptr(): layer.codes.nbytes for layer in quantised_layers(model).values()}
     freed = []
     for shares in (True, False):
@@ -108,8 +110,12 @@ def test_codes_are_the_trainers_own_where_they_last_and_else_a_copy(kind: Any) -
         parts = [part for one in products for part, _ in one._parts]
         assert len(parts) == len(mine) == 14 and all(isinstance(part, CodedRows) for part in parts)
         assert ({part.weight.codes.data_ptr() for part in parts} == mine.keys()) == shares
+        live = core.runner.model.live  # type: ignore[attr-defined]
+        assert (live.embed.data_ptr() == embed.data_ptr()) == shares
+        assert isinstance(live.head, InRows) == shares and (live.tied_head is None) == (shares or embed is not head)
+        assert not shares or live.head.weight.data_ptr() == head.data_ptr()
         freed.append(core.runner.drop_weights())
-    assert freed[1] - freed[0] > sum(mine.values())
+    assert freed[0] == 0 and freed[1] >= sum(mine.values()) + embed.nbytes + head.nbytes
 
 
 def test_codes_replace_weights_and_weights_replace_codes() -> None:

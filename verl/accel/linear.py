@@ -132,6 +132,10 @@ class Products(Protocol):
         """Return the product with a weight [N, K]."""
         ...
 
+    def in_rows(self, weight: Tensor) -> Linear:
+        """Return the product with a weight [N, K] that is read where it is, without a layout of its own."""
+        ...
+
     def empty(self, rows: int, depth: int) -> FilledLinear:
         """Return a product of N = rows and K = depth that is filled later."""
         ...
@@ -180,6 +184,9 @@ class SingleProducts:
     keeps: bool
     exact_rows: bool = False
     fills: bool = False
+
+    def in_rows(self, weight: Tensor) -> Linear:
+        return Plain(weight, None)
 
     def empty(self, rows: int, depth: int) -> FilledLinear:
         raise TypeError("this layout is made from whole tensors")

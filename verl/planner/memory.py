@@ -146,7 +146,9 @@ def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
     if reads_codes(config):  # the trainer's own in one process; later versions are factors alone
         coded, factors = quantised_values(model), trained_factors(config)
         codes = 0 if local else int(MATRIX_BYTES[base_format(config)] * coded)
-        copy = DTYPE_BYTES[rollout_dtype(config)] * (model.parameters - coded) + codes
+        exact = local and rollout_dtype(config) == "float32" and device_type_of(config, "rollout") == "cpu"
+        shared = exact * (1 + (not model.tied)) * model.vocab * model.hidden  # embedding and head
+        copy = DTYPE_BYTES[rollout_dtype(config)] * (model.parameters - coded - shared) + codes
         incoming = 0 if factors is None else DTYPE_BYTES[rollout_dtype(config)] * factors.parameters
     return {
         "rollout weights": copy,

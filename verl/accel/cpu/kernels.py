@@ -63,12 +63,12 @@ class Stack(ctypes.Structure):
 
 
 class Codes(ctypes.Structure):
-    """A weight [width, depth] in NF4 or int8 as a C struct, which does not own its tensors."""
+    """A weight [width, depth] in NF4 or int8, or of float32 in rows, as a C struct, which does not own its tensors."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("codes", "scales", "nested", "values")),
         ("offset", c_float),
-        *((name, c_long) for name in ("width", "depth", "eight")),
+        *((name, c_long) for name in ("width", "depth", "bits")),
     )
 
 

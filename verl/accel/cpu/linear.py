@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.accel.cpu.kernels import ACTIVATIONS, Kernels, LayerPointers, LowRankPointers, SetRowsPointers, Stack
+from verl.accel.cpu.nf4 import rows_linear
 from verl.accel.linear import DecoderSizes, LayerParts, Layers, Linear, LowRankParts, LowRankRows
 
 
@@ -49,6 +50,23 @@ class Panels:
         return self.kernels.linear(x, self.memory, self.bias, residual, add=True)
 
 
+class InRows:
+    """A product over a weight as it is in memory. The bits of a row of the result do not depend on the other rows."""
+
+    nbytes = 0
+
+    def __init__(self, weight: Tensor, kernels: Kernels) -> None:
+        self.weight, self.kernels = weight, kernels
+        self.bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty(len(x), len(self.weight))
+        return rows_linear(x, self.weight, self.bias, out, kernels=self.kernels, add=False)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return rows_linear(x, self.weight, self.bias, residual, kernels=self.kernels, add=True)
+
+
 @dataclass(frozen=True, slots=True)
 class PanelProducts:
     """The layout of panels: single products, and all layers of a decoder in one call."""
@@ -63,6 +81,9 @@ class PanelProducts:
         made.fill(weight)
         made.bias = bias
         return made
+
+    def in_rows(self, weight: Tensor) -> Linear:
+        return InRows(weight, self.kernels)
 
     def empty(self, rows: int, depth: int) -> Panels:
         return Panels(rows, depth, self.kernels)

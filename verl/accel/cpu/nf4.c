@@ -32,7 +32,7 @@ struct nf4 { /* as `Codes` in kernels.py */
     const void *scales;           /* [ceil(width * depth / 64)]: uint8_t, or float if `nested` is null; int8: float [width] */
     const float *nested, *values; /* [ceil(scales / 256)] and [256] */
     float offset;
-    long width, depth, eight; /* eight: the weight is int8 */
+    long width, depth, bits; /* bits: 4, 8 (int8), or 32: `codes` are the values, float [width, depth] */
 };
 
 /* out [depth] = the values of a row of int8. Products are rounded one by one, as in torch. */
@@ -118,7 +118,7 @@ static void nf4_arrange(const float *x, float *out, long depth) {
 
 /* tile [rows, depth] = rows of W, dequantised and arranged */
 static void nf4_tile(const struct nf4 *w, long row, float *tile, long rows) {
-    if (w->eight) {
+    if (w->bits == 8) {
         for (long r = 0; r < rows; r++) int8_values(w, row + r, tile + r * w->depth);
         return;
     }
@@ -248,13 +248,14 @@ static inline void nf4_store(const struct nf4_out *o, const float *sums, long ro
 
 /* Rows first .. last of W times x [n, depth], whose first row is `start` of y */
 static void nf4_run(const float *x, const struct nf4 *w, const struct nf4_out *o, long first, long last, long start, long n) {
-    const long whole = w->depth % NF4_BLOCK == 0, tiled = w->eight || (whole && n > NF4_DIRECT);
-    float space[tiled ? NF4_TILE * w->depth + LINE : 1], sums[NF4_WIDE * NF4_MOST];
-    float *tile = (float *)(((uintptr_t)space + 4 * LINE - 1) & ~(uintptr_t)(4 * LINE - 1)); /* no vector in two lines */
+    const long whole = w->depth % NF4_BLOCK == 0, exact = w->bits == 32, tiled = w->bits > 4 || (whole && n > NF4_DIRECT);
+    float space[tiled && !exact ? NF4_TILE * w->depth + LINE : 1], sums[NF4_WIDE * NF4_MOST];
+    float *made = (float *)(((uintptr_t)space + 4 * LINE - 1) & ~(uintptr_t)(4 * LINE - 1)); /* no vector in two lines */
     const long most = !whole ? 1 : n == 1 && !tiled ? NF4_WIDE : NF4_TILE;
     for (long row = first, rows; row < last; row += rows) {
         rows = row + most <= last ? most : 1;
-        if (tiled) nf4_tile(w, row, tile, rows);
+        const float *tile = exact ? (const float *)w->codes + row * w->depth : made;
+        if (tiled && !exact) nf4_tile(w, row, made, rows);
         for (long m = 0, left = (n + NF4_MOST - 1) / NF4_MOST, some; left > 0; m += some, left--) {
             some = (n - m + left - 1) / left; /* parts of about one size */
             if (whole)
@@ -277,7 +278,7 @@ void nf4_linear(
     for (long start = 0; start < n; start += NF4_AT_ONCE) {
         const long count = n - start < NF4_AT_ONCE ? n - start : NF4_AT_ONCE;
         const float *some = x + start * w->depth;
-        if (w->depth % NF4_BLOCK == 0 && !w->eight) {
+        if (w->depth % NF4_BLOCK == 0 && w->bits == 4) {
             for (long m = 0; m < count; m++) nf4_arrange(x + (start + m) * w->depth, scratch + m * w->depth, w->depth);
             some = scratch;
         }
@@ -294,7 +295,7 @@ void nf4_rows(const struct nf4 *w, float *out, long first, long count, long thre
     for (long row = 0; row < count; row++) {
         float *to = out + row * w->depth;
         const long at = (first + row) * w->depth;
-        if (w->eight) {
+        if (w->bits == 8) {
             int8_values(w, first + row, to);
             continue;
         }

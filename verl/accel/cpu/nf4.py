@@ -37,18 +37,33 @@ def quantised_linear(
     product, or for many rows before it, as those of int8 are.
 
     out, pairs, add: as in `plain_quantised_linear`"""
-    x, out = x.contiguous(), x.new_empty(len(x), weight.shape[0]) if out is None else out
-    assert x.dtype == out.dtype == torch.float32 and x.shape[1] == weight.shape[1] and out.stride(1) == 1
-    assert out.shape == (len(x), weight.shape[0]) and (not pairs or weight.shape[0] % (2 * pairs) == 0)
+    out = x.new_empty(len(x), weight.shape[0]) if out is None else out
+    return _multiply(x, _pointers(weight), bias, out, kernels=kernels, pairs=pairs, add=add)
+
+
+def rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, kernels: Kernels, add: bool) -> Tensor:
+    """Write x [n, K] W^T + bias into out [n, N], or with `add` add it, and return out. The float32 weight [N, K] is
+    read where it is. The bits of a row of the result do not depend on the other rows."""
+    assert weight.dtype == torch.float32 and weight.is_contiguous()
+    pointers = Codes(weight.data_ptr(), None, None, None, 0.0, *weight.shape, 32)
+    return _multiply(x, pointers, bias, out, kernels=kernels, pairs=0, add=add)
+
+
+def _multiply(
+    x: Tensor, weight: Codes, bias: Tensor | None, out: Tensor, *, kernels: Kernels, pairs: int, add: bool
+) -> Tensor:
+    x = x.contiguous()
+    assert x.dtype == out.dtype == torch.float32 and x.shape[1] == weight.depth and out.stride(1) == 1
+    assert out.shape == (len(x), weight.width) and (not pairs or weight.width % (2 * pairs) == 0)
     scratch = torch.empty(min(len(x), ROWS_AT_ONCE), x.shape[1])
     settings = (len(x), out.stride(0), pairs, add, torch.get_num_threads())
-    kernels.functions["nf4_linear"](x, _pointers(weight), bias, out, scratch, *settings)
+    kernels.functions["nf4_linear"](x, weight, bias, out, scratch, *settings)
     return out
 
 
 def _pointers(weight: QuantisedTensor) -> Codes:
-    nested, eight = (None, True) if isinstance(weight, Int8) else (weight.nested, False)
+    nested, bits = (None, 8) if isinstance(weight, Int8) else (weight.nested, 4)
     tensors = (weight.codes, weight.absmax, *((None, None) if nested is None else (nested.absmax, nested.values)))
     assert all(t is None or t.is_contiguous() for t in tensors)
     addresses = (None if t is None else t.data_ptr() for t in tensors)
-    return Codes(*addresses, 0.0 if nested is None else nested.offset, *weight.shape, eight)
+    return Codes(*addresses, 0.0 if nested is None else nested.offset, *weight.shape, bits)

@@ -27,6 +27,8 @@ class CodesReader:
         """The names of the weights that arrive as codes."""
         self.copied_bytes = 0
         """The bytes of codes and scales that are a copy of this engine's own."""
+        self.shared = frozenset(name for name, lasts in self._lasting.items() if lasts and self.weights)
+        """The names of the tensors that are the trainer's own beside its codes, and may be kept too."""
         self._names = self.weights.union(*parts.values())
         self._tensors: dict[str, Tensor] = {}
 

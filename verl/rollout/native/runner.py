@@ -183,7 +183,9 @@ class NativeRunner:
         kept = self.ops.block_linear is not None
         codes = CodesReader(source, self._device)
         kinds = self._dtype, self.compute_dtype, self._device
-        storage = Storage(self.model.shape, *kinds, layout, kept, self._tower, coded=codes.weights)
+        exact = self._dtype == self.compute_dtype == torch.float32 and self._device.type == "cpu"
+        shared = codes.shared if exact else frozenset[str]()
+        storage = Storage(self.model.shape, *kinds, layout, kept, self._tower, coded=codes.weights, shared=shared)
         receive(codes.rest(iter(self._read(source)), storage.claimed), storage.destinations)
         return partial(self._switch, weights_of(storage, self.ops, codes))
 

@@ -136,6 +136,8 @@ class Storage:
     tower: Tower | None = None  # the model's vision tower
     seeing: dict[str, Tensor] = field(default_factory=dict)  # its weights
     coded: Set[str] = frozenset()  # the weights that arrive as codes, for which there is no memory here
+    shared: Set[str] = frozenset()  # float32 tensors of the trainer that never change: embedding and head are kept
+    adopted: set[str] = field(default_factory=set)  # the keys of these
     apart: dict[str, list[Part]] = field(default_factory=dict)  # the products that have some of them, by key
     tensors: dict[str, Tensor] = field(default_factory=dict)
     products: dict[str, FilledLinear] = field(default_factory=dict)
@@ -148,6 +150,8 @@ class Storage:
         self._norm("norm", s.prefix + "norm")
         if s.tied:  # one tensor under two names, of which one is enough
             self.destinations["lm_head.weight"] = self.destinations[s.prefix + "embed_tokens.weight"]
+        elif "lm_head.weight" in self.shared:
+            self._own("head.weight", (s.vocab, s.hidden), "lm_head.weight")
         else:
             self._fuse(Projections("head", (("lm_head", s.vocab),), s.hidden))
         for i in range(s.layers):
@@ -270,7 +274,12 @@ class Storage:
         self.destinations[name] = Destination(shape, made[0].memory, shape, self.dtype, pack=pack)
 
     def _own(self, key: str, shape: tuple[int, ...], name: str, dtype: torch.dtype | None = None) -> None:
-        """Allocate a tensor that is filled by a single HF tensor."""
+        """Allocate a tensor that is filled by a single HF tensor, or keep that tensor itself."""
+        if name in self.shared:
+            self.adopted.add(key)
+            keep, nothing = partial(self.tensors.__setitem__, key), torch.empty(0)
+            self.destinations[name] = Destination(shape, nothing, shape, self.dtype, pack=keep)
+            return
         self.destinations[name] = Destination(shape, self._new(key, shape, dtype=dtype), shape, dtype or self.dtype)
 
     def _new(self, key: str, shape: tuple[int, ...], norm: bool = False, dtype: torch.dtype | None = None) -> Tensor:
@@ -309,7 +318,7 @@ def _fill_each(weight: Tensor, products: list[FilledLinear]) -> None:
 def _tied_head(storage: Storage) -> FilledLinear | None:
     """Return the head of tied embeddings in the layout that is filled, or None if the head reads the embeddings
     themselves."""
-    if not storage.shape.tied or storage.layout is None:
+    if not storage.shape.tied or storage.layout is None or "embed" in storage.adopted:
         return None
     head = storage.layout.empty(storage.shape.vocab, storage.shape.hidden)
     head.fill(storage.tensors["embed"])
@@ -322,6 +331,12 @@ def _float32_head(storage: Storage, ops: NativeOps) -> Callable[[Tensor], Tensor
     if ops.float32_linear is None:
         return None
     return partial(ops.float32_linear, weight=storage.tensors["embed" if storage.shape.tied else "head.weight"])
+
+
+def _head_in_rows(storage: Storage, ops: NativeOps) -> Linear | None:
+    """Return the head that reads the tensor of the trainer, None if that was not kept."""
+    key = "embed" if storage.shape.tied else "head.weight"
+    return ops.products.in_rows(storage.tensors[key]) if key in storage.adopted else None
 
 
 class Maker:
@@ -410,8 +425,10 @@ def weights_of(storage: Storage, ops: NativeOps, codes: CodesReader | None = Non
         for i in range(s.layers)
     )
     tied_head = _tied_head(storage)
-    head = _float32_head(storage, ops) or tied_head or (make.linear(t["embed"]) if s.tied else make.named("head"))
-    kept = sum(tensor.nbytes for key, tensor in t.items() if layout.keeps or key in ("embed", "head.weight"))
+    head = _float32_head(storage, ops) or _head_in_rows(storage, ops) or tied_head
+    head = head or (make.linear(t["embed"]) if s.tied else make.named("head"))
+    whole = {key for key in t if layout.keeps or key in ("embed", "head.weight")} - storage.adopted
+    kept = sum(t[key].nbytes for key in whole)
     kept += 0 if tied_head is None else tied_head.nbytes
     kept += sum(tensor.nbytes for tensor in storage.seeing.values())
     kept += 0 if codes is None else codes.copied_bytes
