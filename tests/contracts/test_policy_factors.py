@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adapting import LOAD, AdaptingServer
 from test_weight_sync_contract import (  # noqa: F401 - fixtures of the same worlds
     BACKENDS,
     PROBES,
     QUICK,
     ROLLOUTS,
     TOLERANCE,
-    Reads,
     Replica,
     World,
+    _base_and_adapter,
     _fresh,
     bucket_outlet,
     distance,
@@ -33,14 +35,30 @@ from verl.errors import Refused
 from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.quant_linear import quantise_linears, quantised_layers
-from verl.rollout.base import GenerateRequest, Sampling
-from verl.weight_sync.base import SyncError
+from verl.rollout.base import GenerateRequest, ReplicaLost, Sampling
+from verl.weight_sync.base import CheckedReader, SyncError
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender
 from verl.wire import AS_HELD, FP8, WireFormat
 
-KINDS = list(ROLLOUTS)
+KINDS = [*ROLLOUTS, "server"]
 WHOLE = [name for name in BACKENDS if name in QUICK and "buckets" not in name] + ["tcp"]
+DELIVERIES = [(kind, backend) for kind in ROLLOUTS for backend in WHOLE] + [("server", "shm"), ("server", "tcp")]
+
+
+SERVERS: list[AdaptingServer] = []  # those of a test
+
+
+@pytest.fixture(autouse=True)
+def servers() -> Iterator[None]:
+    yield
+    for server in SERVERS:
+        server.stop()
+    SERVERS.clear()
+
+
+def backend_of(kind: str) -> str:
+    return "shm" if kind == "server" else "local"
 
 
 class FactorsWorld(World):
@@ -49,6 +67,13 @@ class FactorsWorld(World):
     def __init__(self, backend: str = "local", **more: Any) -> None:
         settings = replace(trainer().settings, lora=LoraSpec(rank=4, alpha=8.0))
         super().__init__(TorchEngine(copy.deepcopy(_fresh(True)), settings), backend, **more)
+
+    def rollout(self, kind: str = "native", **more: Any) -> Any:
+        """Return a rollout engine; kind server: the client of a server that loads adapters."""
+        if kind != "server":
+            return super().rollout(kind, **more)
+        SERVERS.append(server := AdaptingServer(_fresh(True), _base_and_adapter(True) / "base"))
+        return server.client(**more)
 
     def publish(self, replicas, version: int, **more: Any) -> Any:
         bare = not all(one.base for one in replicas)
@@ -76,9 +101,8 @@ def bytes_of(world: World, *, factors: bool) -> int:
     return sum(p.nbytes for name, p in named if (".lora_" in name) == factors)
 
 
-@pytest.mark.parametrize("backend", WHOLE)
-@pytest.mark.parametrize("kind", KINDS)
-def test_base_and_factors_once_then_the_factors_alone(backend, kind):
+@pytest.mark.parametrize("kind, backend", DELIVERIES)
+def test_base_and_factors_once_then_the_factors_alone(kind, backend):
     async def test():
         world = FactorsWorld(backend)
         replica = world.rollout(kind)
@@ -156,7 +180,7 @@ def test_codes_that_were_changed_on_their_way_are_refused(monkeypatch):
     run(test)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROLLOUTS)
 def test_an_engine_that_was_started_again_gets_the_base_too(kind):
     async def test():
         world = FactorsWorld()
@@ -183,7 +207,7 @@ def test_an_engine_that_was_started_again_gets_the_base_too(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_merged_version_replaces_base_and_factors(kind):
     async def test():
-        world = FactorsWorld()
+        world = FactorsWorld(backend_of(kind))
         replica = world.rollout(kind)
         await world.publish([replica], 0)
         await world.update()
@@ -198,7 +222,7 @@ def test_a_merged_version_replaces_base_and_factors(kind):
     run(test)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ROLLOUTS)
 def test_a_request_goes_on_under_later_factors_and_marks_its_versions(kind):
     async def test():
         world = FactorsWorld()
@@ -228,6 +252,17 @@ class Changed(Replica):
         return await self.inner.load_weights(self.change(source), on_inflight=on_inflight)
 
 
+class Reads(CheckedReader):
+    """A source seen through `change`, perhaps as another set."""
+
+    def __init__(self, source: Any, change: Any = iter, **other: Any) -> None:
+        super().__init__(replace(source.source, parameters=replace(source.parameters, **other)))
+        self.delivered, self._source, self._change = source.delivered, source, change
+
+    def tensors(self) -> Any:
+        return self._change(self._source.tensors())
+
+
 def zeroed(source: Any) -> Any:
     """The adapter is dropped."""
     return Reads(source, lambda tensors: ((n, torch.zeros_like(t) if "lora_B" in n else t) for n, t in tensors))
@@ -240,15 +275,11 @@ def halved(source: Any) -> Any:
 
 def doubled(source: Any) -> Any:
     """Another alpha."""
-    found = Reads(source, lambda tensors: tensors)
-    found.parameters = replace(source.parameters, scale=2 * source.parameters.scale)
-    return found
+    return Reads(source, scale=2 * source.parameters.scale)
 
 
 def of_another_base(source: Any) -> Any:
-    found = Reads(source, lambda tensors: tensors)
-    found.parameters = replace(source.parameters, base="another")
-    return found
+    return Reads(source, base="another")
 
 
 class Stale:
@@ -273,7 +304,7 @@ FAULTS = {"dropped": zeroed, "half": halved, "stale": Stale, "other base": of_an
 @pytest.mark.parametrize("fault", FAULTS)
 def test_factors_that_do_not_act_as_they_were_trained_are_caught(kind, fault):
     async def test():
-        world = FactorsWorld()
+        world = FactorsWorld(backend_of(kind))
         change = FAULTS[fault]() if fault == "stale" else FAULTS[fault]
         replica = Changed(world.rollout(kind), change if fault == "stale" else lambda source: source)
         await world.publish([replica], 0)
@@ -359,3 +390,56 @@ def test_no_other_set_is_published_beside_factors_of_the_policy(tmp_path):
     made = Publisher(**given, replicas=[], timeout_s=1.0, exclusive=True, partial_rollout=False, trained_rank=8)
     with pytest.raises(Refused, match="LoRA set 'style': the policy of this run is a LoRA set itself"):
         asyncio.run(made.publish_adapter("style", tmp_path))
+
+
+def test_a_server_keeps_one_version_of_the_factors_and_those_that_running_requests_use():
+    async def test():
+        world = FactorsWorld("shm")
+        replica = world.rollout("server")
+        await world.publish([replica], 0)
+        (server,) = SERVERS
+        assert server.adapters() == ["nothing", "policy"]
+        server.engine.holds = True
+        request = GenerateRequest("r", PROBES[0], Sampling(max_tokens=5, ignore_eos=True))
+        running = asyncio.ensure_future(replica.generate(request))
+        while not server.engine.held:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        server.asked.clear()
+        await world.update()
+        publishing = world.publish([replica], 1, on_inflight="keep", exclusive=False)
+        while server.adapters() != ["nothing", "policy", "policy"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert not {"/pause", "/update_weights", "/reset_prefix_cache"} & {*server.asked}, "it samples meanwhile"
+        server.engine.holds = False
+        assert (await running).spans == ((0, 0, 5),), "the version that it began with"
+        await publishing
+        await world.update()
+        await world.publish([replica], 2)
+        assert server.adapters() == ["nothing", "policy"]
+        found = await replica.generate(GenerateRequest("s", PROBES[0], Sampling(max_tokens=4, ignore_eos=True)))
+        assert found.spans == ((2, 0, 4),) and found.parameters == "policy"
+        await replica.close()
+        assert not server.loaded, "nothing is left at a server that keeps running"
+
+    run(test)
+
+
+@pytest.mark.parametrize("path", [LOAD, "/update_weights"])
+def test_a_server_that_failed_half_of_an_update_answers_nothing(path):
+    async def test():
+        world = FactorsWorld("shm")
+        replica = world.rollout("server")
+        if path == LOAD:
+            await world.publish([replica], 0)
+            await world.update()
+        else:
+            await replica.capabilities()
+        SERVERS[0].refused[path] = "no"
+        with pytest.raises(SyncError, match=r"version \d is live nowhere"):
+            await world.publish([replica], 1)
+        assert not replica.base, "the next publish has the base too"
+        with pytest.raises(ReplicaLost, match="the update to version 1 failed"):
+            await replica.generate(GenerateRequest("r", PROBES[0], Sampling(max_tokens=4)))
+        await replica.close()
+
+    run(test)

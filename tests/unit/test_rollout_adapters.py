@@ -564,10 +564,12 @@ def test_the_adapter_of_zeros_adds_zeros(base: Path, tmp_path: Path) -> None:
     assert not any(np.any(found[part.b] @ found[part.a]) for part in parts)
 
 
-def test_ranks_that_vllm_has_room_for() -> None:
+def test_ranks_that_vllm_has_room_for(base: Path) -> None:
     from test_rollout_vllm import flags
 
-    found = flags(Options(max_lora_rank=20, max_loras=3))
+    found = flags(Options(max_lora_rank=20, max_loras=3), str(base))
+    assert found["--lora-target-modules"] == "down_proj gate_proj k_proj o_proj q_proj up_proj v_proj", "not the head"
+    assert flags(Options(max_lora_rank=8), str(base), lora_rank=20)["--max-lora-rank"] == "32", "of the policy"
     assert (found["--max-lora-rank"], found["--max-loras"]) == ("32", "4") and "--enable-lora" in found
     assert "--max-lora-rank" not in flags(Options())
     with pytest.raises(ValueError, match="max_lora_rank=600: vLLM takes at most 512"):

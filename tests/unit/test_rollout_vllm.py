@@ -69,16 +69,16 @@ def context(**given: Any) -> RolloutContext:
     return context_of(**{"hf_config": CONFIG, "max_context_tokens": 200, **given})
 
 
-def flags(options: Options, **given: Any) -> dict[str, str]:
-    words = serve_command("py", options, context(**given), "/m", 1234)
-    assert words[:5] == ["py", "-m", "vllm.entrypoints.cli.main", "serve", "/m"]
+def flags(options: Options, model: str = "/m", **given: Any) -> dict[str, str]:
+    words = serve_command("py", options, context(**given), model, 1234)
+    assert words[:5] == ["py", "-m", "vllm.entrypoints.cli.main", "serve", model]
     found: dict[str, str] = {}
     for word in words[5:]:
         if word.startswith("--"):
             last = word
             found[last] = ""
         else:
-            found[last] = word
+            found[last] = f"{found[last]} {word}".strip()
     return found
 
 

@@ -16,6 +16,7 @@ from small_runs import metrics_of, small_args, small_run, summary, trained
 from taught import TOOLS, args, teach
 
 from verl.config.load import load_config
+from verl.config.lora_layers import trained_factors
 from verl.driver.launch import run_rl
 from verl.track.samples import read_samples
 
@@ -93,20 +94,42 @@ def versions_as_published(run: Path, num_steps: int) -> set[int]:
     return ages
 
 
-def test_two_processes_and_updates_in_flight(tmp_path: Path, arithmetic_data: Any) -> None:
+def tiny_model(tmp_path: Path) -> Path:
     from verl.models import tiny
     from verl.recipes import arithmetic
 
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
     model = tiny.qwen3(tokenizer, hidden=64, layers=2, heads=2, kv_heads=2, ffn=64, seed=1)
-    folder = tiny.save(model, tokenizer, tmp_path / "model")
+    return tiny.save(model, tokenizer, tmp_path / "model")
+
+
+def test_two_processes_and_updates_in_flight(tmp_path: Path, arithmetic_data: Any) -> None:
     ahead = ("pipeline.staleness=1", "pipeline.partial_rollout=true", "rollout.engine_options.tensor_parallel_size=2")
     args = (*SERVED, *ahead, "run.total_steps=4", "rollout.max_response_tokens=64", "run.wait_timeout_s=600")
-    small_run(tmp_path, folder, arithmetic_data, *args)
+    small_run(tmp_path, tiny_model(tmp_path), arithmetic_data, *args)
     steps = metrics_of(tmp_path / "r")
     assert {1, 2, 3, 4} <= steps.keys()
     assert max(steps[i]["sync/canary_mean_abs"] for i in (1, 2, 3, 4)) <= 1e-4
     assert versions_as_published(tmp_path / "r", 4) <= {1, 2}, "at most one publish behind"
+
+
+AGAIN = pytest.mark.full("its first three steps; contracts/test_policy_factors.py, with a double")
+
+
+@pytest.mark.parametrize("totals", [(3,), pytest.param((3, 5), marks=AGAIN)])
+def test_lora_factors_are_served_as_adapters(tmp_path: Path, arithmetic_data: Any, totals: tuple[int, ...]) -> None:
+    """The base is sent with the first version of each server: also of a run that continues. No adapter of an older
+    version acts in a later one: every token has the trainer's log-prob under its version."""
+    model = tiny_model(tmp_path)
+    ahead = ("pipeline.staleness=1", "rollout.max_response_tokens=64", "model.lora.rank=4", "optim.lr=1e-2")
+    args = (*SERVED, *ahead, "run.wait_timeout_s=600", "run.save_every_steps=3")
+    for total in totals:
+        small_run(tmp_path, model, arithmetic_data, *args, f"run.total_steps={total}")
+    steps = metrics_of(tmp_path / "r")
+    factors = trained_factors(load_config(small_args(tmp_path, model, arithmetic_data, *args)).config)
+    assert factors is not None and {steps[i]["sync/bytes"] for i in (2, 3)} == {4 * factors.parameters}
+    assert max(of["sync/canary_mean_abs"] for of in steps.values() if "sync/canary_mean_abs" in of) <= 1e-4
+    assert versions_as_published(tmp_path / "r", totals[-1]) <= {1, 2}
 
 
 @pytest.mark.full("the quickstart above; e2e/test_agents.py has tools")

@@ -39,6 +39,26 @@ _IGNORED = (  # parts that are in the weights too, and details of the adapter's 
 )
 
 
+LAYER = re.compile(r"(?!.*(vision|visual|audio)).*\.layers\.\d+\.")  # names of tensors in layers of the text model
+TARGETS = ("q_proj", "o_proj", "down_proj")
+
+
+def layer_matrices(base: Path) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of all matrices in the text layers of a model folder, by module name."""
+    layers = {
+        name.removesuffix(".weight"): h.shape for name, h in read_weight_headers(base).items() if LAYER.match(name)
+    }
+    return {name: shape for name, shape in layers.items() if len(shape) == 2}
+
+
+def one_projection(base: Path) -> Mapping[str, tuple[int, ...]]:
+    """Return the shapes of the first projection of `TARGETS` that a model folder has, in all text layers, by module
+    name; empty if it has none."""
+    every = layer_matrices(base)
+    found = ({name: shape for name, shape in every.items() if name.endswith(f".{kind}")} for kind in TARGETS)
+    return next(filter(None, found), {})
+
+
 def peft_config(parameters: ParameterSet, base: str) -> dict[str, Any]:
     """Return the adapter_config.json of a LoRA set on top of a model folder or hub id."""
     return {

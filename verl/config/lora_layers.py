@@ -66,6 +66,22 @@ def factors_of(adapter: Path, base: Path, *, head: bool = False) -> TrainedFacto
     return TrainedFactors(rank, {name: (b[0], a[1]) for name, (a, b) in sizes.items()})
 
 
+def served_factors(config: Config) -> TrainedFactors | None:
+    """Return the factors of the policy that rollout engines get unmerged, after their base; None if their weights have
+    the factors added, or if all weights are trained. Raise ValueError as `trained_factors` does."""
+    factors, options, url = trained_factors(config), config.rollout.engine_options, config.rollout.url
+    streamed = config.sync.engine == "ipc" or config.sync.engine_options.get("bucket_mb") is not None
+    if (
+        factors is None
+        or streamed
+        or config.cluster.backend != "inproc"
+        or not traits_of(config.rollout.engine).lora_policy
+    ):
+        return None
+    room = factors.rank if url is None else options.get("max_lora_rank") or 0
+    return factors if options.get("lora_policy") != "merged" and room >= factors.rank else None
+
+
 def lora_layer_faults(config: Config) -> Iterator[str]:
     """Yield the reason why LoRA cannot train a model of this run, as far as its files show it."""
     for path in dict.fromkeys((config.model.path, config.critic.path or config.model.path)):

@@ -11,6 +11,7 @@ from typing import Any
 from verl.checkpoint.loadable import exact_config
 from verl.config.backends import ROLLOUT, import_object, options_of, traits_of
 from verl.config.devices import rollout_dtype
+from verl.config.lora_layers import served_factors
 from verl.config.schema import Config
 from verl.config.served import rollout_faults, urls_of
 from verl.driver.driver_host import server_place
@@ -77,6 +78,7 @@ def rollout_engine(
         max_concurrent_sequences=r.max_concurrent_sequences,
         deterministic=config.run.deterministic,
         float32_head=config.model.head_dtype == "float32",
+        lora_rank=factors.rank if (factors := served_factors(config)) else 0,
         place=server_place(config, replica, peers or Peers()),
     )
     return import_object(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)

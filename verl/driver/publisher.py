@@ -79,7 +79,9 @@ class Publisher:
         self.version = version
         report = await self._awaited(self._enqueue(version), version)
         self._report(report)
-        if self.trained_rank and not self._takes_factors:
+        if self.trained_rank and self._takes_factors:
+            self.note("rollout: it gets the base once, then the LoRA factors of each version, unmerged")
+        elif self.trained_rank:
             by = f"log-probs of the canary change by {report.canary_mean_abs:.2g} on average"
             self.note(f"rollout: LoRA factors are added to the weights that it gets, which are rounded once: {by}")
 

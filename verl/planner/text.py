@@ -16,6 +16,11 @@ from verl.planner.plan import Plan
 from verl.planner.sizes import RolloutSizes, RunLength, StepSizes
 from verl.planner.transport import SentWeights
 
+SERVED = {
+    True: "rollout engines get the base once, then the factors of each version, unmerged",
+    False: "rollout engines get all weights in each version, with the factors added in float32 and rounded once",
+}
+
 
 def render_plan(plan: Plan) -> str:
     """Return the plan as aligned plain text."""
@@ -25,7 +30,7 @@ def render_plan(plan: Plan) -> str:
     parts = " + ".join(f"{name} {size_text(size)}" for name, size in plan.checkpoint_parts.items())
     lines = {
         "model": _model_line(plan.model),
-        **({} if plan.factors is None else {"trained": _factors_line(plan.factors, plan.model)}),
+        **({} if plan.factors is None else _factors_lines(plan.factors, plan)),
         **({"base": f"one, frozen, of {_base_text(plan.on_base)}"} if plan.on_base else {}),
         "step": _step_line(step),
         "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
@@ -78,9 +83,11 @@ def _model_line(m: ModelFacts) -> str:
     )
 
 
-def _factors_line(f: TrainedFactors, m: ModelFacts) -> str:
-    share = f.parameters / m.parameters
-    return f"{f.parameters:,} parameters ({share:.2%}): LoRA of rank {f.rank} in {counted(len(f.layers), 'layer')}"
+def _factors_lines(f: TrainedFactors, plan: Plan) -> dict[str, str]:
+    """Return the lines on the factors that LoRA trains, and on the way in which rollout engines get them."""
+    share = f.parameters / plan.model.parameters
+    size = f"{f.parameters:,} parameters ({share:.2%}): LoRA of rank {f.rank} in {counted(len(f.layers), 'layer')}"
+    return {"trained": size, "served": SERVED[plan.served_factors]}
 
 
 def _base_text(roles: Sequence[str]) -> str:

@@ -1,8 +1,9 @@
 """LoRA sets in a running server: their factors are written as the folder of an adapter, which the server loads under a
-name that requests give in place of the model's name.
+name that requests give in place of the model's name. The policy is such a set too, if LoRA trains it.
 
-A request of the policy uses an adapter that changes nothing. On a CPU, vLLM 0.32 silently samples requests without an
-adapter wrongly, by whole nats, if requests with one are in the same batch. Batches in which all have one are correct.
+A request of a policy without factors uses an adapter that changes nothing. On a CPU, vLLM 0.32 silently samples
+requests without an adapter wrongly, by whole nats, if requests with one are in the same batch. Batches in which all
+have one are correct.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import shutil
 import tempfile
 import time
@@ -20,19 +20,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl.config.adapter import CONFIG, WEIGHTS, peft_config
-from verl.config.model_files import read_weight_headers
+from verl.config.adapter import CONFIG, TARGETS, WEIGHTS, one_projection, peft_config
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
 from verl.parameter_set import POLICY_SET, ParameterSet, check_base, set_of
 from verl.rollout.base import Capabilities, PauseMode, RolloutContext, WeightReader, check_live
-from verl.rollout.calls import RunningCalls, ended
+from verl.rollout.calls import PendingCall, RunningCalls, ended
 from verl.rollout.connection import ServerConnection
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
 DROPS_S = 5.0  # for dropping all adapters at the end, from a server that keeps running
-LAYER = re.compile(r"(?!.*(vision|visual|audio)).*\.layers\.\d+\.")  # names of tensors in layers of the text model
-TARGETS = ("q_proj", "o_proj", "down_proj")  # the adapter of zeros targets the first of these that the model has
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +55,36 @@ class ServerAdapters:
 
     def served(self, what: str, name: str) -> tuple[str, int]:
         """Return the name at the server of a parameter set, and its version. `what` names the caller in errors."""
-        if name == POLICY_SET.id:
-            return self._connection.model, self._connection.version
         check_live(what, name, self._sets)
-        return self._sets[name].there, self._sets[name].version
+        found = self._sets.get(name)
+        return (self._connection.model, self._connection.version) if found is None else (found.there, found.version)
+
+    @property
+    def has_policy(self) -> bool:
+        """True if the policy is a LoRA set here."""
+        return POLICY_SET.id in self._sets
 
     async def load(self, source: WeightReader, mode: PauseMode) -> int:
-        """Make a version of a LoRA set live and return it. Running requests finish under the version that they began
-        with; mode abort: they return with their tokens."""
-        connection, parameters, place = self._connection, set_of(source), self._connection.context.place
-        assert place is not None, "a server has a place"
-        check_base(parameters, connection.identity, connection.able.lora_rank)
-        folder = self._new_folder()
-        read = partial(write_set, folder, parameters, source.tensors(), place.model)
-        await asyncio.to_thread(read)
+        """Make a version of a LoRA set live and return it, as `make_live` does."""
+        parameters = set_of(source)
+        check_base(parameters, self._connection.identity, self._connection.able.lora_rank)
+        folder = await self.written(parameters, source.tensors())
         began = time.perf_counter()
-        new = ServedSet(source.version, connection.new_id(parameters.id), folder)
+        await self.make_live(parameters, source.version, folder, mode)
+        source.seconds["load"] = time.perf_counter() - began
+        return source.version
+
+    async def written(self, parameters: ParameterSet, tensors: Iterable[tuple[str, object]]) -> Path:
+        """Write the factors of a set as the folder of an adapter, and return it."""
+        place, folder = self._connection.context.place, self._new_folder()
+        assert place is not None, "a server has a place"
+        await asyncio.to_thread(partial(write_set, folder, parameters, tensors, place.model))
+        return folder
+
+    async def make_live(self, parameters: ParameterSet, version: int, folder: Path, mode: PauseMode) -> None:
+        """Let the server load a version of a set from its folder. Later requests use it. Running requests finish under
+        the version that they began with; mode abort: they return with their tokens."""
+        new = ServedSet(version, self._connection.new_id(parameters.id), folder)
         try:
             await self._post_load(new)
         except BaseException:  # the server may have loaded it
@@ -85,8 +96,6 @@ class ServerAdapters:
         if before is not None and mode == "abort":
             await self._calls.abort_and_wait([one for one in self._calls.pending.values() if one.model == before.there])
         await self._drop_unused()
-        source.seconds["load"] = time.perf_counter() - began
-        return source.version
 
     async def drop(self, name: str) -> None:
         """Drop a set. Its running requests finish. Nothing is done for a set that the server does not have."""
@@ -97,14 +106,13 @@ class ServerAdapters:
     async def finish(self) -> None:
         """Let the running requests of all sets finish before the weights under them change. In a paused server they
         return with the tokens that they have."""
-        calls = [one for one in self._calls.pending.values() if one.request.parameters != POLICY_SET.id and one.sent]
+        calls = [one for one in self._on_sets() if one.sent]
         async with self._connection.deadline(self._connection.limits.request_s, f"{len(calls)} requests of LoRA sets"):
             await ended(calls, None)
 
     async def abort(self) -> None:
         """End the requests of all sets with the tokens that they have."""
-        calls = [one for one in self._calls.pending.values() if one.request.parameters != POLICY_SET.id]
-        await self._calls.abort_and_wait(calls)
+        await self._calls.abort_and_wait(self._on_sets())
 
     async def base_changed(self) -> None:
         """Drop all sets, since the weights under them have changed."""
@@ -130,6 +138,11 @@ class ServerAdapters:
                 async with asyncio.timeout(DROPS_S):
                     for there in ours:
                         await self._post(*self._connection.api.dropping(there))
+
+    def _on_sets(self) -> list[PendingCall]:
+        """Return the requests of all sets."""
+        whole = None if self.has_policy else POLICY_SET.id
+        return [one for one in self._calls.pending.values() if one.request.parameters != whole]
 
     async def _drop_unused(self) -> None:
         """Drop the versions that no request uses. One that the server does not drop stays there, unused."""
@@ -172,13 +185,9 @@ def check_adaptable(context: RolloutContext, able: Capabilities) -> None:
 
 
 def projection_of(base: Path) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of one projection in all text layers of a model folder, by module name. Raise ValueError if it
-    has none that an adapter can target."""
-    weights = {n.removesuffix(".weight"): h.shape for n, h in read_weight_headers(base).items() if LAYER.match(n)}
-    for kind in TARGETS:
-        found = {name: shape for name, shape in weights.items() if name.endswith(f".{kind}") and len(shape) == 2}
-        if found:
-            return found
+    """Return `one_projection` of a model folder. Raise ValueError if the model has none."""
+    if found := one_projection(base):
+        return found
     wanted = ", ".join(TARGETS)
     raise Refused(f"model.path={base}: it has none of {wanted}; leave rollout.engine_options.max_lora_rank out")
 

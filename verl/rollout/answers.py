@@ -133,6 +133,7 @@ class ServerAnswers:
     async def _answer(self, call: PendingCall) -> Completion:
         connection, context, request = self._connection, self._connection.context, call.request
         api, version, drawn = connection.api, connection.version, ServerAnswer()
+        adapted = call.model != connection.model
         prompt, sampling, before = request.prompt_ids.tolist(), request.sampling, request.begun or PartialAnswer()
         room, ends = context.max_context_tokens - len(prompt), context.eos_token_ids
         reading = Reading(sampling=sampling, room=room, eos_token_ids=ends, decode=context.decode, before=before)
@@ -147,7 +148,7 @@ class ServerAnswers:
                 drawn.versions = [(str(version), 0, len(drawn.ids))]
             self._calls.events += not call.routed
             drawn.versions = await connection.numbers(drawn.versions, version, routed=call.routed)
-            if request.parameters != POLICY_SET.id and drawn.ids:  # the weights under it did not change meanwhile
+            if adapted and drawn.ids:  # one version of a LoRA set; the weights under it did not change meanwhile
                 drawn.versions = [(str(call.version), 0, len(drawn.ids))]
             return replace(reading.completion(request.id, drawn), parameters=request.parameters)
         finally:

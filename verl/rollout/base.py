@@ -133,7 +133,8 @@ class Traits:
     """How it names tensors: as the model in memory does, or as a saved folder does (experts one by one)."""
 
     lora_policy: bool = False
-    """It takes the policy as a base and LoRA factors, and later the factors alone."""
+    """It takes the policy as a base and LoRA factors, and later the factors alone. A server needs room for them
+    (`Capabilities.lora_rank`)."""
 
     @property
     def own_weights(self) -> bool:
@@ -224,6 +225,8 @@ class RolloutContext:
     """The result of a sequence is bitwise independent of what else is in the batch."""
     float32_head: bool = False
     """The head multiplies in float32, and the logits are float32."""
+    lora_rank: int = 0
+    """The rank of the policy's LoRA factors, if it is served as a base and factors; else 0."""
     place: ServerPlace | None = None
     """The place of the server, for an engine that is one."""
 

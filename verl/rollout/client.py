@@ -90,7 +90,7 @@ class ServedEngine(BaseEngine):
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         self.connection.check_alive()
-        if set_of(source).whole:
+        if set_of(source).id == POLICY_SET.id:
             return await self.updates.load(source, on_inflight)
         await self.start.up()
         self.connection.check_weights("load_weights")
@@ -139,6 +139,12 @@ class ServedEngine(BaseEngine):
     @property
     def version(self) -> int:
         return self.connection.version
+
+    @property
+    def base(self) -> str:
+        """The identity of the weights under the policy's LoRA factors; "" for a policy without factors."""
+        lost = self.connection.fenced is not None or self.connection.exited
+        return self.connection.identity if self.adapters.has_policy and not lost else ""
 
     async def _up(self) -> None:
         self.connection.check_alive()

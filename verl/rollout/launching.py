@@ -39,16 +39,19 @@ def require(python: str, package: str, name: str, versions: tuple[Release, Relea
 
 
 def flags(ours: Mapping[str, Any], more: Mapping[str, Any] | None, dash: str = "-") -> list[str]:
-    """Return the words of a command line: {max-logprobs: 5} becomes --max-logprobs 5, true a flag without a value, and
-    false nothing. `more` are the user's flags; one that is also in `ours` is refused. `dash` joins the words of a
-    flag."""
+    """Return the words of a command line: {max-logprobs: 5} becomes --max-logprobs 5, true a flag without a value,
+    false nothing, and a tuple a flag with several values. `more` are the user's flags; one that is also in `ours` is
+    refused. `dash` joins the words of a flag."""
     given = dict(ours)
     for name, value in (more or {}).items():
         if (key := name.lstrip("-").replace("_", dash).replace("-", dash)) in given:
             raise Refused(f"rollout.engine_options.args.{name}={value}: verl sets --{key} itself; leave it out")
         given[key] = value
-    words = [[f"--{name}"] if value is True else [f"--{name}", _text(value)] for name, value in given.items()]
-    return [word for pair, value in zip(words, given.values()) for word in pair if value is not False]
+    found = list[str]()
+    for name, value in given.items():
+        values = () if isinstance(value, bool) else value if isinstance(value, tuple) else (value,)
+        found += [] if value is False else [f"--{name}", *map(_text, values)]
+    return found
 
 
 def launcher(place: ServerPlace, command: Callable[[str, int], list[str]]) -> Launch:

@@ -28,6 +28,7 @@ VLLM = Traits(
     tensor_names="saved",
     float32_head=True,
     fp8=True,
+    lora_policy=True,
 )
 
 VERL_SERVE = replace(
@@ -36,6 +37,7 @@ VERL_SERVE = replace(
     public_keys={},
     float32_head=False,
     fp8=False,
+    lora_policy=False,
     draws_by_position=True,
     prepares_weights=True,
     tensor_names="model",

@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import copy
 import time
+from collections.abc import Set
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from verl.checkpoint.hf import skeleton_of
 from verl.errors import Refused
+from verl.parameter_set import check_base, set_of
 from verl.rollout.adapters import ServerAdapters
 from verl.rollout.api import deliver_buckets, source_of
 from verl.rollout.base import PauseMode, WeightReader
@@ -18,6 +21,7 @@ from verl.rollout.calls import RunningCalls
 from verl.rollout.connection import ServerConnection
 from verl.rollout.gate import UNDO_S, ServerGate
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
+from verl.rollout.policy_reader import PolicyReader
 from verl.rollout.starting import OTHER_ENGINES, ServerStart
 from verl.weight_sync.base import Parts, SyncError, WeightSource, saved_parts
 
@@ -44,8 +48,12 @@ class ServerUpdates:
         started here."""
         connection, traits = self._connection, self._connection.api.traits
         began = time.perf_counter()
+        policy = PolicyReader(source)
+        folder = await self._factors_of(policy)
+        if not policy.has_base:
+            return await self._load_factors(source, folder, mode, began)
         reader, sent = await source_of(connection.api, source)
-        sent = await self._as_read(sent)
+        sent = await self._as_read(_without(policy.names, sent))
         transferred = time.perf_counter() - began
         if not traits.updates_weights and connection.launch is None and connection.version >= 0:
             fix = f"use it for verl eval and verl generate, or train with {OTHER_ENGINES}"
@@ -62,8 +70,10 @@ class ServerUpdates:
                 if not self._gate.paused:
                     await self._gate.end_pause()
                 await self._adapters.base_changed()
+                if folder is not None:
+                    await self._adapters.make_live(policy.parameters, sent.version, folder, mode)
             except BaseException as e:
-                await self.fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
+                await self._fence_after(sent.version, e)
                 if connection.version < 0 and isinstance(e, SyncError | ServerRefused):
                     why = f"{connection.name} has taken no weights yet; if it has another model"
                     raise SyncError(f"{e}; {why}: start it with this one, or set {OTHER_ENGINES}") from e
@@ -72,6 +82,39 @@ class ServerUpdates:
         reader.delivered, reader.seconds = reader.delivered | set(sent.delivered), parts
         connection.version, connection.identity = sent.version, sent.identity
         return sent.version
+
+    async def _factors_of(self, policy: PolicyReader) -> Path | None:
+        """Read the LoRA factors of a policy into the folder of an adapter, and return it; None for a policy without
+        factors. Raise ValueError for factors that do not belong to the server's weights."""
+        if policy.parameters.whole:
+            return None
+        connection = self._connection
+        check_base(policy.parameters, policy.identity or connection.identity, connection.able.lora_rank)
+        await asyncio.to_thread(policy.read)
+        return await self._adapters.written(policy.parameters, policy.factors.items())
+
+    async def _load_factors(self, source: WeightReader, folder: Path | None, mode: PauseMode, began: float) -> int:
+        """Load a version of the policy's LoRA factors on top of the server's weights, while it samples: running
+        requests finish under the version that they began with. A failure fences the server."""
+        assert folder is not None, "factors without their base"
+        connection, transferred = self._connection, time.perf_counter() - began
+        connection.check_weights("load_weights")
+        async with self._gate.alone():
+            began = time.perf_counter()
+            try:
+                await self._gate.wake(("weights",))  # freed weights have no memory for factors either
+                await self._adapters.make_live(set_of(source), source.version, folder, mode)
+                await self._gate.wake(("kv",))
+            except BaseException as e:
+                await self._fence_after(source.version, e)
+                raise
+        source.seconds.update(transfer=transferred, load=time.perf_counter() - began)
+        connection.version = source.version
+        return source.version
+
+    async def _fence_after(self, version: int, error: BaseException) -> None:
+        """Stop using the server, after an error in the middle of an update."""
+        await self.fence(f"the update to version {version} failed ({type(error).__name__}: {error})")
 
     async def _as_read(self, sent: WeightSource) -> WeightSource:
         """Return the source with the tensor names that the server uses."""
@@ -94,7 +137,7 @@ class ServerUpdates:
         try:
             await connection.api.announce(connection.call, sent)
         except BaseException as e:
-            await self.fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
+            await self._fence_after(sent.version, e)
             raise
         return True
 
@@ -149,3 +192,8 @@ class ServerUpdates:
             with contextlib.suppress(ServerGone, ServerLate, ServerRefused, TimeoutError):
                 async with asyncio.timeout(UNDO_S):
                     await self._calls.send_abort(list(self._calls.pending.values()))
+
+
+def _without(names: Set[str], sent: WeightSource) -> WeightSource:
+    """Return the same weights without these tensors."""
+    return replace(sent, manifest={name: entry for name, entry in sent.manifest.items() if name not in names})

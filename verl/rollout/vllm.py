@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,10 +18,12 @@ from verl.bounds import Positive, PositiveInt, PositiveShare, one_of
 from verl.errors import Refused
 
 if TYPE_CHECKING:
+    from verl.config.schema import Config
     from verl.rollout.api import Expected
     from verl.rollout.base import RolloutContext, ServerPlace
     from verl.rollout.client import ServedEngine
     from verl.rollout.process import ServerProcess
+    from verl.workers.pools import Pool
 
 AT_LEAST, BELOW = (0, 32), (0, 34)
 PLUGIN = Path(__file__).parent / "vllm_plugin"
@@ -53,10 +55,13 @@ class Options:
     enforce_eager: bool | None = None
     """Run without CUDA graphs. None: true on a CPU."""
     max_lora_rank: PositiveInt | None = None
-    """The highest rank of adapters (docs/engines.md). None: no adapters. For a server at a URL: the rank that it was
-    started with."""
+    """The highest rank of adapters (docs/engines.md). None: that of a policy that LoRA trains, else no adapters. For a
+    server at a URL: the rank that it was started with; None: none."""
+    lora_policy: Annotated[str, one_of("adapter|merged")] = "adapter"
+    """How it gets a policy that LoRA trains. adapter: the base once, then the factors of each version. merged: in each
+    version all weights, with the factors added."""
     max_loras: PositiveInt = 4
-    """The number of adapters in one batch; requests of others wait."""
+    """The number of adapters in one batch, versions of the policy among them; requests of others wait."""
     load_format: Annotated[str, one_of("dummy|auto|safetensors")] = "dummy"
     """The weights that the server starts with. dummy: none are read, since the trainer's weights replace them before
     the first request."""
@@ -101,13 +106,14 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         why = "what vLLM gives a sequence depends on what else is in the batch"
         raise Refused(f"run.deterministic=true: {why}; set it to false, or rollout.engine=native")
     on_cpu = str(context.device) == "cpu"
-    api = VllmApi(resumable_stream=options.stream_answers)
+    rank = lora_rank(options, context)
+    api = VllmApi(resumable_stream=options.stream_answers, lora_policy=options.lora_policy == "adapter")
     able = capabilities_of(
         api.traits,
         max_context_tokens=context.max_context_tokens,
-        lora_rank=options.max_lora_rank or 0,
+        lora_rank=rank,
         # at level 2 vLLM drops adapters too
-        sleep_levels=() if on_cpu or place.url is not None else (1, 2) if options.max_lora_rank is None else (1,),
+        sleep_levels=() if on_cpu or place.url is not None else (1,) if rank else (1, 2),
         notes=() if on_cpu else ("rollout: vLLM on a GPU was never run by those who wrote this adapter",),
     )
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
@@ -116,6 +122,28 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     python = place.python or sys.executable
     require_vllm(python)
     return ServedEngine(context, expected(), api, lambda _: _launch(python, options, context, place), able, deadlines)
+
+
+def adapter_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+    """Yield the reason why vLLM cannot load the adapter of a policy that LoRA trains."""
+    from verl.config.adapter import TARGETS, one_projection
+    from verl.config.lora_layers import served_factors
+    from verl.config.model_files import find_model_folder
+
+    try:
+        factors = served_factors(config)
+    except ValueError:  # reported with the settings of LoRA
+        return
+    at, fix = "model.lora with rollout.engine=vllm", "set rollout.engine_options.lora_policy=merged"
+    if factors is not None and factors.rank > RANKS[-1]:
+        yield f"{at}: rank {factors.rank}, and it loads adapters of at most {RANKS[-1]}; {fix}"
+    if factors is not None and not one_projection(find_model_folder(config.model.path)):
+        yield f"{at}: {config.model.path} has none of {', '.join(TARGETS)}; {fix}"
+
+
+def lora_rank(options: Options, context: RolloutContext) -> int:
+    """Return the highest rank of adapters that the server loads, 0 without adapters."""
+    return max(options.max_lora_rank or 0, context.lora_rank)
 
 
 def expected() -> Expected:
@@ -149,6 +177,7 @@ def _launch(python: str, options: Options, context: RolloutContext, place: Serve
 
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
+    from verl.config.adapter import layer_matrices
     from verl.nn.rope import first_lengths
     from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
@@ -182,11 +211,12 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         overrides["quantization_config"] = block_fp8(context.hf_config)
     if overrides:
         given["hf-overrides"] = json.dumps(overrides)
-    if options.max_lora_rank is not None:
-        wanted = options.max_lora_rank
+    if wanted := lora_rank(options, context):
         if (rank := next((r for r in RANKS if r >= wanted), None)) is None:
             raise Refused(f"rollout.engine_options.max_lora_rank={wanted}: vLLM takes at most {RANKS[-1]}")
         given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": options.max_loras + 1}
+        # not the head: with that, a score beside other requests ends vLLM on a CPU
+        given["lora-target-modules"] = tuple(sorted({name.rpartition(".")[2] for name in layer_matrices(Path(model))}))
     if on_cpu:  # a prefill that is split over steps ends the engine if requests have seeds
         if requested := [
             name for name in options.args or () if name.replace("_", "-").endswith("enable-chunked-prefill")
@@ -213,7 +243,7 @@ def environment(ours: Mapping[str, str], options: Options, context: RolloutConte
     env["VLLM_SERVER_DEV_MODE"] = "1"  # the control plane: pause, update, resume
     if context.fp8:  # or DeepGEMM rounds weights and scales again, to scales that are powers of two
         env.setdefault("VLLM_USE_DEEP_GEMM_E8M0", "0")
-    env |= dict([RUNTIME.split("=")]) if options.max_lora_rank is not None else {}
+    env |= dict([RUNTIME.split("=")]) if lora_rank(options, context) else {}
     if str(context.device) == "cpu":
         threads = options.threads or max(1, torch.get_num_threads() // options.tensor_parallel_size)
         text = context.hf_config.get_text_config()

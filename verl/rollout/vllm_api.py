@@ -34,8 +34,8 @@ class VllmApi(Api):
 
     generate = GENERATE
 
-    def __init__(self, *, resumable_stream: bool = False) -> None:
-        self.traits = replace(VLLM, resumable_stream=resumable_stream)
+    def __init__(self, *, resumable_stream: bool = False, lora_policy: bool = True) -> None:
+        self.traits = replace(VLLM, resumable_stream=resumable_stream, lora_policy=lora_policy)
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
@@ -80,7 +80,8 @@ class VllmApi(Api):
 
     async def announce(self, post: Post, sent: WeightSource) -> None:
         checksums = {name: e.checksum for name, e in sent.delivered.items() if e.checksum is not None}
-        info = {"path": sent.address, "version": sent.version, "names": None, "checksums": checksums}
+        names = None if sent.parameters.whole else list(sent.delivered)  # LoRA factors are stored beside them
+        info = {"path": sent.address, "version": sent.version, "names": names, "checksums": checksums}
         await post("/start_weight_update")
         info |= ({"whole": True} if self.traits.prepares_weights else {}) | (
             {"parts": sent.parts} if sent.parts else {}

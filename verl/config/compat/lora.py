@@ -21,7 +21,7 @@ _FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 """Megatron's layers, and those of the Hugging Face model that they join."""
 _WITHOUT_EFFECT = {
-    "merge": "products are added in float32 for a rollout engine that has no adapters",
+    "merge": "engines with adapters get factors; for vllm, rollout.engine_options.lora_policy=merged adds them",
     "dropout_position": "nothing is dropped",
     "lora_A_init_method": "factors A are drawn uniformly within 1 / sqrt(inputs), as PEFT draws them",
     "lora_dtype": "factors are float32 with the other masters",

@@ -17,9 +17,9 @@ from torch import Tensor
 from verl.errors import Refused
 from verl.parameter_set import POLICY_SET, ParameterSet, check_base, set_of
 from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, check_live
-from verl.rollout.embedded.policy_reader import PolicyReader
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
+from verl.rollout.policy_reader import PolicyReader
 from verl.wire import WireFormat
 
 Finished = tuple[ActiveRequest, Completion]

@@ -17,9 +17,9 @@ class PolicyReader:
         self._source, self.parameters = source, set_of(source)
         self.version = source.version
         self.identity = source.identity if isinstance(source, OfSet) else ""
-        self._names = {name for module in self.parameters.targets for name in self.parameters.factors(module)}
+        self.names = frozenset(n for module in self.parameters.targets for n in self.parameters.factors(module))
         self.factors: dict[str, Tensor] = {}
-        self.lasting = {name: keeps for name, keeps in lasting_of(source).items() if name not in self._names}
+        self.lasting = {name: keeps for name, keeps in lasting_of(source).items() if name not in self.names}
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -36,7 +36,7 @@ class PolicyReader:
 
     def tensors(self) -> Iterator[tuple[str, object]]:
         for name, tensor in self._source.tensors():
-            if name in self._names:
+            if name in self.names:
                 assert isinstance(tensor, Tensor)
                 self.factors[name] = tensor.detach().clone()
             else:
@@ -44,5 +44,9 @@ class PolicyReader:
 
     def read_factors(self) -> None:
         """Read a publish of the factors alone."""
-        strange = [name for name, _ in self.tensors()]
+        strange = self.read()
         assert not strange, f"weights of the base among the factors alone: {strange[:3]}"
+
+    def read(self) -> list[str]:
+        """Read the publish for its factors, and return the names of all other tensors."""
+        return [name for name, _ in self.tensors()]
