@@ -108,11 +108,9 @@ class Traits:
     """It answers a request with a token id beyond its vocabulary with an error, and keeps running."""
 
     pause_modes: frozenset[PauseMode] = frozenset()
-    """The modes that the pause call of the server supports. The client implements `wait` and `abort` itself
-    otherwise."""
+    """The modes of the server's pause call. The client implements `wait` and `abort` itself otherwise."""
     aborts_requests: bool = False
-    """The server has a call that ends a request. Otherwise the client closes the connection, and the answer is the
-    tokens that were received until then."""
+    """It has a call that ends a request. Otherwise the client closes the connection, and keeps what it has received."""
     sleep_keeps_weights: bool = False
     """At sleep level 1 the weights of a server are in host memory, and have to be woken too."""
 
@@ -133,8 +131,7 @@ class Traits:
     """How it names tensors: as the model in memory does, or as a saved folder does (experts one by one)."""
 
     lora_policy: bool = False
-    """It takes the policy as a base and LoRA factors, and later the factors alone. A server needs room for them
-    (`Capabilities.lora_rank`)."""
+    """It takes the policy as a base and LoRA factors, and later the factors alone."""
 
     @property
     def own_weights(self) -> bool:
