@@ -38,7 +38,9 @@ ROOT = Path(__file__).resolve().parents[1]
 GROUPS, SAMPLES_PER_PROMPT, MAX_RESPONSE_TOKENS = 32, 8, 48
 LR = 1e-6  # the policy hardly changes: every step is the same work
 ARM_TIMEOUT_S = 600.0
-TRL = Environment(ROOT / ".venv-bench-trl", ("torch==2.13.0", "trl==1.16.0"), ROOT / "bench" / "peers_constraints.txt")
+TRL = Environment(
+    ROOT / ".venv-bench-trl", ("torch==2.13.0", "trl==1.16.0", "peft==0.21.2"), ROOT / "bench" / "peers_constraints.txt"
+)
 
 
 @dataclass(frozen=True, slots=True)

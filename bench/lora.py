@@ -6,7 +6,9 @@ Each part is a function that returns its rows; each number is printed beside its
 value of the matrices of layers, read from real states after a step; and an update of 8 x 8 x 128 tokens (forward,
 backward, optimizer) against the same update with AdamW, in CPU time, which depends little on other processes. nf4:
 products of decode steps with weights in NF4 against the float32 panels of the native engine. sets: rollouts with
-LoRA sets by the native engine. publish: until the factors of a new version are live.
+LoRA sets by the native engine. publish: until the factors of a new version are live. update: an update of 8 x 2 x 128
+tokens with LoRA against one of all weights, in CPU time. step: GRPO steps with LoRA beside TRL with PEFT, of the
+quickstart's workload (with its model, whatever --size is).
 --record writes bench/records/lora/ and this bench's part of bench/RESULTS.md from all records.
 """
 
@@ -34,6 +36,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench.lora_beside_trl import RANKS, measured_steps, ratio, seconds
 from bench.report import assemble
 from bench.results import Table
 from bench.status import _clean_commit, _machine
@@ -179,6 +182,44 @@ def nf4(size: str) -> Iterator[Row]:
         yield Row(what, ratio, least if rows < 16 else 1.0, at_least=True)
 
 
+# -- training of LoRA --------------------------------------------------------------------------------------------------
+
+
+def update(size: str) -> Iterator[Row]:
+    """Yield the CPU time of an update (forward, backward, AdamW) with LoRA in all linear layers as a multiple of that
+    of all weights; the least of several turns counts, all in turn."""
+    rows, tokens = (16, 128) if size != "tiny" else (1, 16)
+    config = _qwen3(size)
+    batch = _batch(rows, tokens, config.vocab_size)
+    engines = dict[int, TorchEngine]()
+    for rank in (0, *RANKS):
+        torch.manual_seed(0)
+        lora = LoraSpec(rank=rank) if rank else None
+        settings = EngineSettings(optim=OptimSpec(lr=1e-6), max_tokens_per_microbatch=4096, lora=lora)
+        engines[rank] = TorchEngine(Qwen3ForCausalLM(config), settings)
+    least = dict.fromkeys(engines, math.inf)
+    for turn in range(REPEATS + 1):
+        for rank, engine in engines.items():
+            took_s = _cpu_seconds(partial(_update, engine, batch))
+            least[rank] = min(least[rank], took_s if turn else math.inf)  # the first makes the optimizer's states
+    for rank in RANKS:
+        yield Row(f"an update with LoRA of rank {rank} against all weights", least[rank] / least[0], 0.75)
+
+
+def _update(engine: TorchEngine, batch: Any) -> None:
+    engine.forward_backward(batch, [Term(name="nll", fn=nll)])
+    engine.optim_step()
+
+
+def step(size: str) -> Iterator[Row]:
+    """Yield how many times longer a GRPO step with LoRA takes in TRL with PEFT, and the seconds of both."""
+    for rank, found in measured_steps():
+        yield Row(f"rank {rank}: CPU time of TRL's step against verl's", ratio(found, "cpu_s"), 3.0, at_least=True)
+        yield Row(f"rank {rank}: duration of TRL's step against verl's", ratio(found, "wall_s"))
+        yield Row(f"rank {rank}: verl's step, CPU s", seconds(found, "verl", "cpu_s"))
+        yield Row(f"rank {rank}: TRL's step, CPU s", seconds(found, "TRL", "cpu_s"))
+
+
 # -- adapters in the rollout -------------------------------------------------------------------------------------------
 
 
@@ -299,6 +340,8 @@ PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
     "nf4": nf4,
     "sets": sets,
     "publish": publish,
+    "update": update,
+    "step": step,
 }
 """The parts by name. Each is given the size of the model."""
 

@@ -165,7 +165,9 @@ def _phases(values: Mapping[str, float], prefix: str, name: str) -> dict[str, fl
 
 def overrides(spec: Mapping[str, Any]) -> list[str]:
     """One step more than the peers: the last is dropped. The rows are taken in the order of the file, as they do."""
+    rank = spec.get("lora_rank")
     return [
+        *([f"model.lora.rank={rank}", f"model.lora.alpha={2 * rank}"] if rank else ()),
         f"recipe={spec.get('recipe', 'quickstart')}",
         f"model.path={spec['model']}",
         f"model.dtype={spec['dtype']}",

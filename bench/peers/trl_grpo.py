@@ -62,6 +62,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
         reward_funcs=checksum if spec.get("lengths") else reward,
         args=config,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"], "truth": truth(row)} for row in rows]),
+        peft_config=factors(spec["lora_rank"]) if spec.get("lora_rank") else None,
     )
     if spec.get("count_bytes"):
         invent_answers(trainer, json.loads(Path(spec["lengths"]).read_text()))
@@ -72,6 +73,13 @@ def main(spec: dict[str, Any], result: Path) -> None:
     trainer.train()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
     meter.write(result, versions=versions)
+
+
+def factors(rank: int) -> Any:
+    """LoRA in all linear layers, as verl's arm has it."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def reward(completions: list[list[dict[str, str]]], truth: list[str], **_: Any) -> list[float]:
