@@ -327,6 +327,8 @@ def test_an_adapter_of_the_policys_weights_is_a_set_on_its_base(folder, tmp_path
         assert plan.on_base == (("teacher",) if on else ())
         assert ("teacher (the factors of its adapter)" in render_plan(plan)) == on
         assert (plan.memory.items["teacher"] == 4 * 2 * 4 * 128) == on
+    coded = planned(folder, RANK, "model.quantization=nf4", "algorithm.name=opd", f"teacher.path={path}")
+    assert "base      one, frozen in nf4, of actor (the trained factors), teacher (the factors" in render_plan(coded)
     apart = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.roles={teacher: main}")
     config = resolved_of(folder, RANK, *apart, "algorithm.name=opd", f"teacher.path={path}").config
     assert roles_on_base(config) == (), "a role with a place has a model of its own"

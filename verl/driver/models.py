@@ -220,10 +220,18 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
         served = ServedAt(url=url, key=secret, longest=longest, vocab=vocab, texts=texts, top=top, budget_s=budget_s)
         return replace(spec, engine="verl.model_engine.served:build", options=served, behind_server=True)
     if adapter is not None:
-        context.say(f"{key}={path}: an adapter, of the model in {base}")
+        context.say(f"{key}={path}: an adapter, of the model in {base}{_shared(context, role)}")
     words = base if adapter is not None and not has_tokenizer(adapter) else path
     refuse_other_words(ours, _tokenizer_of(config, key, Path(words).expanduser()), f"{key}={path}")
     return replace(spec, proven=True)
+
+
+def _shared(context: ModelContext, role: str) -> str:
+    """Return the end of a line about a role's adapter: where the role computes, if it has no model of its own."""
+    if role not in roles_of_policy(context.config):
+        return ""
+    kind = base_format(context.config)
+    return ", as a set on the policy's frozen base" + (f", which is in {kind}" if kind != "none" else "")
 
 
 def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str) -> None:
@@ -265,6 +273,8 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
     theirs = _tokenizer_of(config, "reward.model", folder if has_tokenizer(folder) else Path(base).expanduser())
     spec = role_spec(context, REWARD_MODEL, head="score", path=base)
     spec = replace(spec, context=replace(spec.context, adapter=adapter))
+    if adapter is not None:
+        context.say(f"reward.model={adapter}: an adapter, of the model in {base}{_shared(context, REWARD_MODEL)}")
     end = turn_end(theirs, config.model.template_kwargs)
     return workers_of(context, replace(spec, proven=True, turn_end=end))
 

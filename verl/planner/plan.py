@@ -17,7 +17,7 @@ from verl.algorithms.presets import settled
 from verl.chat import parsing
 from verl.config.adapter import teacher_models
 from verl.config.cluster import roles_on_base
-from verl.config.devices import on_cuda
+from verl.config.devices import base_format, on_cuda
 from verl.config.lora_layers import TrainedFactors, base_warnings, idle_lora, served_factors, trained_factors
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
@@ -59,6 +59,7 @@ class Plan:
     teacher_share: float | None = None  # As a share of the FLOPs of the policy's update.
     factors: TrainedFactors | None = None  # Of the policy, under LoRA.
     on_base: tuple[str, ...] = ()  # Roles that compute on the policy's frozen base.
+    base_format: str = "none"  # The format of that base: none (float32), nf4 or int8.
     served_factors: bool = False  # Rollout engines get the factors unmerged.
     calls: str = ""  # How calls of tools are written; "" without tools.
 
@@ -99,6 +100,7 @@ def make_plan(config: Config) -> Plan:
         teacher_share=teacher_share(config),
         factors=trained_factors(config),
         on_base=roles_on_base(config),
+        base_format=base_format(config),
         served_factors=served_factors(config) is not None,
         calls=written_calls(config, Path(config.model.tokenizer_path or model.folder).expanduser()),
     )

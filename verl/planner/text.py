@@ -31,7 +31,7 @@ def render_plan(plan: Plan) -> str:
     lines = {
         "model": _model_line(plan.model),
         **({} if plan.factors is None else _factors_lines(plan.factors, plan)),
-        **({"base": f"one, frozen, of {_base_text(plan.on_base)}"} if plan.on_base else {}),
+        **({"base": _base_text(plan.on_base, plan.base_format)} if plan.on_base else {}),
         "step": _step_line(step),
         "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
         "run": _run_line(plan.length),
@@ -90,11 +90,12 @@ def _factors_lines(f: TrainedFactors, plan: Plan) -> dict[str, str]:
     return {"trained": size, "served": SERVED[plan.served_factors]}
 
 
-def _base_text(roles: Sequence[str]) -> str:
-    """Return the roles on one frozen base, with what each of them adds to it."""
+def _base_text(roles: Sequence[str], kind: str) -> str:
+    """Return the roles on one frozen base of this format, with what each of them adds to it."""
     adds = {"ref": "the factors of the start", "critic": "its own factors and head"}
-    return ", ".join(
-        ["actor (the trained factors)", *(f"{role} ({adds.get(role, 'the factors of its adapter')})" for role in roles)]
+    each = [f"{role} ({adds.get(role, 'the factors of its adapter')})" for role in roles]
+    return (
+        f"one, frozen{'' if kind == 'none' else f' in {kind}'}, of {', '.join(['actor (the trained factors)', *each])}"
     )
 
 
