@@ -378,8 +378,8 @@ MUTANTS = (
     Mutant("config/adapter.py", "rank**0.5 if self.use_rslora else rank", "rank", ADAPTER),
     Mutant("config/adapter.py", "inside = layers is None or", "inside = True or", ADAPTER),
     Mutant("config/adapter.py", "and not among(self.exclude_modules)", "", ADAPTER),
-    Mutant("config/adapter.py", "b[0], a[1]), (a[1], b[0])", "b[0], a[1]),", ADAPTER),
-    Mutant("config/adapter.py", 'if found is None or ".experts." in name:', "if found is None:", ADAPTER),
+    Mutant("config/adapter.py", "b[:-1], a[-1]), (a[-1], b[-2]))", "b[:-1], a[-1]),)", ADAPTER),
+    Mutant("config/adapter.py", ' or (".experts." in name and name not in fused):', ":", ADAPTER),
     Mutant("config/adapter.py", 'if ".experts." not in name and lora', "if lora", ADAPTER),
     Mutant("config/adapter.py", 'name.replace(".base_layer.", ".")', "name", ADAPTER),
     Mutant("config/adapter.py", "str(base) if named and base.is_dir() else", "", OPENED),
@@ -388,7 +388,7 @@ MUTANTS = (
     ),
     Mutant("config/adapter.py", "elif tied and (", "elif not 1 and (", OPENED),
     Mutant("config/adapter.py", "elif part.whole and", "elif not part.whole and part.whole and", OPENED),
-    Mutant("config/adapter.py", "and a[0] in ranks)", ")", OPENED),
+    Mutant("config/adapter.py", "and a[-2] in ranks)", ")", OPENED),
     Mutant("config/adapter.py", "not value or key in (", "value or key in (", OPENED),
     Mutant("planner/memory.py", "teachers = teacher_models(config)", "teachers = config.teacher.folders()", OPENED),
     Mutant("config/validate.py", "if base != path:", "if False:", OPENED),
@@ -399,7 +399,8 @@ MUTANTS = (
     Mutant("driver/models.py", "and not has_tokenizer(adapter) else path", "else path", ADAPTED),
     Mutant("driver/models.py", "base if adapter is not None and not", "path if adapter is not None and not", ADAPTED),
     Mutant("driver/models.py", "top_k=config.teacher.top_k, adapter=adapter", "top_k=config.teacher.top_k", ADAPTED),
-    Mutant("model_engine/adapter.py", "alpha=part.scale", "alpha=1", ADAPTER),
+    Mutant("model_engine/adapter.py", "else b @ a, alpha=part.scale", "else b @ a", ADAPTER),
+    Mutant("model_engine/adapter.py", "[index[1:]], alpha=part.scale", "[index[1:]]", ADAPTER),
     Mutant("model_engine/adapter.py", "(b @ a).T if name in self.turned else b @ a", "b @ a", ADAPTER),
     Mutant(
         "model_engine/adapter.py", "rows, columns = index[::-1] if name in self.turned else", "rows, columns =", ADAPTER
@@ -863,6 +864,19 @@ MUTANTS = (
     ),
     Mutant("model_engine/lora.py", 'if self._at == "none":', 'if self._at == "start":', LORA_TRAINING),
     Mutant("model_engine/lora.py", "product.T if name in self._turned else product", "product", LORA_TRAINING),
+    Mutant(
+        "nn/expert_lora.py",
+        "by_expert(x, a, ends), b, ends) * self._scale",
+        "by_expert(x, a, ends), b, ends)",
+        LORA_TRAINING,
+    ),
+    Mutant(
+        "nn/expert_lora.py", "top_k_weights.flatten()[order, None]", "top_k_weights.flatten()[:, None]", LORA_TRAINING
+    ),
+    Mutant("checkpoint/adapter_export.py", "permute(1, 2, 0)", "permute(1, 0, 2)", LORA_TRAINING),
+    Mutant("parameter_set.py", '".base_layer" if tensor == GATE_UP', '".base_layer" if tensor == DOWN', LORA_TRAINING),
+    Mutant("driver/publisher.py", "able.lora_experts or not self.trained_experts", "True", FACTORS),
+    Mutant("rollout/native/sets.py", "mine = torch.isin(tokens, rows)", "mine = tokens >= 0", SETS),
     Mutant(
         "model_engine/lora.py", 'self._using("start" if self._start else "none")', 'self._using("trained")', LORA_RUNS
     ),

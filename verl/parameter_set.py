@@ -10,6 +10,8 @@ from typing import Literal, Protocol, runtime_checkable
 from verl.errors import Refused
 
 SetKind = Literal["full", "lora"]
+GATE_UP, DOWN = "gate_up_proj", "down_proj"
+"""The two tensors of the experts of a layer, in transformers' order."""
 Delivery = Literal["merged", "factors", "base and factors"]
 """How the weights of a policy with LoRA factors are sent. merged: as a full set, with the factors added to the base ·
 factors: alone, to engines that have the base · base and factors: both, unmerged."""
@@ -23,15 +25,16 @@ class ParameterSet:
     """The name by which requests and publishes refer to it."""
     kind: SetKind = "full"
     """full: all tensors of the model. lora: the factors A and B of some linear layers, which compute
-    W x + scale * B A x on top of a full set."""
+    W x + scale * B A x on top of a full set. Those of a tensor of experts are [experts, rank, in] and
+    [experts, out, rank]."""
     base: str | None = None
     """The identity of the full set (`WeightSource.identity`) that it belongs to; None for a full set."""
     rank: int = 0
-    """The number of rows of each factor A, and of columns of each factor B."""
+    """The number of rows of each factor A, and of columns of each factor B, of a linear layer or of one expert."""
     scale: float = 1.0
     """The factor of B A x: alpha / rank in PEFT's terms."""
     targets: tuple[str, ...] = ()
-    """The modules that have factors, by their names in the model."""
+    """The modules, and tensors of experts, that have factors, by their names in the model."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -49,8 +52,23 @@ class ParameterSet:
         return self.kind == "full"
 
     def factors(self, module: str) -> tuple[str, str]:
-        """Return the names of the factors A [rank, in] and B [out, rank] of a module, as PEFT names them."""
-        return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
+        """Return the names of the factors A [rank, in] and B [out, rank] of a module, as PEFT names them. It wraps a
+        module of experts once for each of its tensors."""
+        above = module
+        if is_experts(module):
+            above, _, tensor = module.rpartition(".")
+            above += ".base_layer" if tensor == GATE_UP and f"{above}.{DOWN}" in self.targets else ""
+        return f"base_model.model.{above}.lora_A.weight", f"base_model.model.{above}.lora_B.weight"
+
+    @property
+    def experts(self) -> bool:
+        """True if a tensor of experts has factors."""
+        return any(map(is_experts, self.targets))
+
+
+def is_experts(target: str) -> bool:
+    """Return True for the name of a tensor of experts, False for that of a linear layer."""
+    return target.endswith((f".experts.{GATE_UP}", f".experts.{DOWN}"))
 
 
 POLICY_SET = ParameterSet(id="policy")

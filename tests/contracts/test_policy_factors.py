@@ -364,12 +364,14 @@ def test_a_replica_that_failed_an_update_of_the_factors_is_given_up():
 
 
 def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
-    def able(rank: int, lora_policy: bool = True) -> Any:
-        return SimpleNamespace(lora_policy=lora_policy, lora_rank=rank, in_flight_update=True, weights=AS_HELD)
+    def able(rank: int, lora_policy: bool = True, lora_experts: bool = False) -> Any:
+        able = {"lora_policy": lora_policy, "lora_rank": rank, "lora_experts": lora_experts}
+        return SimpleNamespace(**able, in_flight_update=True, weights=AS_HELD)
 
-    def delivery(rank: int, bases: list[str], *ables: Any, outlet: Any = LocalOutlet) -> str:
+    def delivery(rank: int, bases: list[str], *ables: Any, outlet: Any = LocalOutlet, experts: bool = False) -> str:
         given: dict[str, Any] = dict.fromkeys(("waits", "note", "published", "lora"))
         given |= {"trainer": SimpleNamespace(), "engine": SimpleNamespace(outlet=outlet), "trained_rank": rank}
+        given["trained_experts"] = experts
         given |= {"replicas": [SimpleNamespace(base=base) for base in bases]}
         made = Publisher(**given, timeout_s=1.0, exclusive=True, partial_rollout=False)
         for one in ables:
@@ -382,6 +384,8 @@ def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
     assert delivery(8, ["w", "w"], able(64), able(64)) == "factors"
     assert delivery(8, ["w", "w"], able(64), able(4)) == "merged"
     assert delivery(8, ["w"], able(64, lora_policy=False)) == "merged"
+    assert delivery(8, ["w"], able(64), experts=True) == "merged"
+    assert delivery(8, ["w"], able(64, lora_experts=True), experts=True) == "factors"
     assert delivery(8, ["w"], able(64), outlet=bucket_outlet) == "merged", "buckets are of full sets"
 
 

@@ -77,7 +77,8 @@ def engine(name: str, role: str, layout: Layout | None, lender: Any = None, **gi
     if role in TAUGHT:
         given["teacher"] = TEACHER
     if name.endswith(LORA):  # of a rank that 2, 3 and 4 processes cannot share equally
-        given.setdefault("lora", LoraSpec(rank=5, alpha=10.0))
+        targets = ["all-linear", *(["experts"] if name.startswith(EXPERTS) else [])]
+        given.setdefault("lora", LoraSpec(rank=5, alpha=10.0, targets=targets))
     generator = torch.Generator().manual_seed(1)
     settings: dict[str, Any] = dict(
         head=HEADS.get(role, "lm"),

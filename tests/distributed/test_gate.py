@@ -132,7 +132,7 @@ def test_factors_of_lora_get_the_gradients_of_one_process(layout):
     expected = one_process(case, **given)
     assert all(t.abs().max() > 0 for t in expected.values()), "a test of zeros proves nothing"
     trained = {n for n in expected if "." in n}
-    assert len(trained) == 2 * (8 if sparse else 14) + 2 * (role == "critic")
+    assert len(trained) == 2 * (12 if sparse else 14) + 2 * (role == "critic")
     assert all(n.endswith(("lora_A", "lora_B")) or n.startswith("value_head") for n in trained)
     found = together(case, run(at.world_size, lambda rank: on_rank(case, rank, **given)))
     wrong = differences(found, expected, rtol=1e-5 if sparse else 1e-6)

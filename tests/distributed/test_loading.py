@@ -112,7 +112,8 @@ def test_factors_beside_what_a_rank_reads_are_those_of_one_process(layout, tmp_p
     model(name).save_pretrained(tmp_path / "base")
     model.cache_clear()
     adapter = write_adapter(tmp_path / "adapter", tmp_path / "base", "q_proj", "o_proj")
-    for spec in (LoraSpec(rank=5, seed=3), LoraSpec(path=str(adapter))):
+    targets = ["all-linear", *(["experts"] if at.expert > 1 else [])]
+    for spec in (LoraSpec(rank=5, seed=3, targets=targets), LoraSpec(path=str(adapter))):
         context = EngineContext(
             folder=tmp_path / "base", optim=OptimSpec(lr=1e-2), dtype="float32", lora=spec, layout=Layout()
         )

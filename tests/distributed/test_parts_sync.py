@@ -45,6 +45,7 @@ LAYOUTS = {
     "experts": (EXPERTS, Layout(world_size=4, expert=2)),
     "slices of factors": ("llama, biases" + LORA, Layout(world_size=6, tensor=2)),
     "stages of factors": ("qwen3, tied" + LORA, Layout(world_size=4, pipeline=2)),
+    "factors of experts": (EXPERTS + LORA, Layout(world_size=4, expert=2)),
 }
 PROBES = [np.arange(2, 12)]
 

@@ -278,15 +278,18 @@ def test_under_lora_the_policy_as_of_its_start_is_that_of_one_process(layout):
     assert min(run(at.world_size, compared)) > 0.01, "the factors matter"
 
 
-def test_the_start_of_an_adapter_is_that_of_one_process_where_ranks_cut_layers(tmp_path):
-    """The reference of a policy that started from an adapter, after an update: ranks have slices of its factors."""
-    cases.model("llama, biases").save_pretrained(tmp_path / "base")
-    made = engine("llama, biases" + LORA, "actor", None)
+@pytest.mark.parametrize("name", ["llama, biases", EXPERTS])
+def test_the_start_of_an_adapter_is_that_of_one_process_where_ranks_cut_layers(name, tmp_path):
+    """The reference of a policy that started from an adapter, after an update: ranks have slices of its factors, or
+    those of their experts."""
+    cases.model(name).save_pretrained(tmp_path / "base")
+    made = engine(name + LORA, "actor", None)
     (tmp_path / "adapter").mkdir()
     write_adapter(tmp_path / "adapter", made.exported_set, tmp_path / "base", made.exported())
     given = {"lora": LoraSpec(path=str(tmp_path / "adapter")), "base": tmp_path / "base"}
-    for layout in (Layout(world_size=4, tensor=2), LAYOUTS["stages"]):
-        case = Case(layout, model="llama, biases" + LORA)
+    cut = (Layout(world_size=4, expert=2),) if name == EXPERTS else (Layout(world_size=4, tensor=2), LAYOUTS["stages"])
+    for layout in cut:
+        case = Case(layout, model=name + LORA)
 
         def compared(rank: int, case: Case = case) -> float:
             alone = engine(case.model, "actor", None, **given)

@@ -55,6 +55,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"target_modules": ["lm_head", "v_proj"], "modules_to_save": ["embed_tokens", "norm"]},
     ),
     "[in, out]": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "experts": (
+        "qwen3_moe",
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"]},
+    ),
+    "one tensor of experts": (
+        "mixtral",
+        {"target_modules": [], "target_parameters": ["1.mlp.experts.gate_up_proj"], "use_rslora": True},
+    ),
     "beside experts": ("qwen3_moe", {"target_modules": ["q_proj", "o_proj"]}),
 }
 

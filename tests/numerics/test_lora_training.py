@@ -29,29 +29,17 @@ from verl.model_engine.lora import A, B, is_factor
 from verl.model_engine.lora_spec import LoraSpec, lora_faults
 from verl.model_engine.memory import RankWork, memory
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.options import Options
+from verl.model_engine.options import EXPERT_PLANS, Options
 from verl.model_engine.passes import ReplicaWeights
 from verl.model_engine.sibling import build_sibling
 from verl.model_engine.torch_engine import build as build_engine
 from verl.objective import Term, TermValue
-from verl.parameter_set import ParameterSet
+from verl.parameter_set import ParameterSet, is_experts
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.role import RoleSpec, build_roles
 
 SPEC = LoraSpec(rank=4, alpha=8.0)
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "mistral",
-    "olmo2",
-    "phi3",
-    "gpt2",
-    "qwen3_moe",
-    "qwen2_moe",
-)
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3", "gpt2", *EXPERT_PLANS)
 
 
 @pytest.fixture
@@ -72,24 +60,42 @@ def trained(model, spec=SPEC, **options):
 
 def as_peft(peft, ours, model, spec=SPEC):
     """The same model and factors in PEFT."""
+    given = dict(peft_values(ours))
     targets = list(ours.local.lora.parameters.targets)
+    experts = [name for name in targets if is_experts(name)]
     config = peft.LoraConfig(
-        r=spec.rank, lora_alpha=spec.alpha, use_rslora=spec.rslora, target_modules=targets, lora_dropout=0.0
+        r=spec.rank,
+        lora_alpha=spec.alpha,
+        use_rslora=spec.rslora,
+        target_modules=[name for name in targets if name not in experts],
+        target_parameters=experts or None,
+        lora_dropout=0.0,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = peft.get_peft_model(copy.deepcopy(model).double(), config).double()
-    given = {n: p for n, p in ours.model.named_parameters() if is_factor(n)}
     with torch.no_grad():
         for name, p in theirs.named_parameters():
             if ".lora_" in name:
-                p.copy_(given[name.removeprefix("base_model.model.").replace(".default.weight", "")])
+                p.copy_(given.pop(name.replace(".default.weight", ".weight")))
+    assert not given, "all of our factors are in PEFT's model"
     return theirs.eval()
+
+
+def peft_values(e, of=lambda p: p):
+    """(PEFT's name, a factor or `of` it in PEFT's form) of all factors of an engine."""
+    named = {n: of(p) for n, p in e.model.named_parameters() if is_factor(n)}
+    for name, value in e.local.lora.factors(named):
+        if value is not None and value.dim() == 3:
+            columns = (column for j in range(value.shape[2]) for column in value[:, :, j])
+            value = torch.cat([*value]) if "lora_A" in name else torch.stack([*columns], dim=1)
+        yield name, value
 
 
 def gradients(e, batch):
     e.forward_backward(batch, NLL)
-    found = {n: p.grad.cpu().clone() for n, p in e.model.named_parameters() if p.grad is not None}
+    assert {n for n, p in e.model.named_parameters() if p.grad is not None} == {*e.local.lora.names}
+    found = {n: g.cpu().clone() for n, g in peft_values(e, lambda p: p.grad)}
     e.optimizer.zero_grad()
     return found
 
@@ -108,11 +114,13 @@ def padded(rows):
 def test_outputs_and_gradients_are_those_of_peft(peft, family):
     """Packed with shared prompts, packed alone and padded. In float64, but for the norms of transformers and for fused
     experts."""
-    model, dtype = build(family), "float32" if family.endswith("_moe") else "float64"
-    rows = samples()
+    model, dtype = build(family), "float32" if family in EXPERT_PLANS else "float64"
+    rows, spec = samples(), SPEC
+    if family in EXPERT_PLANS:  # a rank of 3 is multiplied expert by expert
+        spec = replace(SPEC, targets=["all-linear", "experts"], rank=3 if family == "mixtral" else 4)
     for mode, share in (("auto", True), ("auto", False), ("padded", False)):
-        ours = trained(model, attention_mode=mode, dtype=dtype)
-        theirs, (ids, labels) = as_peft(peft, ours, model).to(getattr(torch, dtype)), padded(rows)
+        ours = trained(model, spec, attention_mode=mode, dtype=dtype)
+        theirs, (ids, labels) = as_peft(peft, ours, model, spec).to(getattr(torch, dtype)), padded(rows)
         logits = theirs(input_ids=ids).logits[:, :-1]
         logprobs = torch.log_softmax(logits, -1)
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels[:, 1:])
@@ -124,9 +132,7 @@ def test_outputs_and_gradients_are_those_of_peft(peft, family):
         torch.testing.assert_close(found, torch.stack(wanted).to(found), rtol=1e-6, atol=2e-6)
         got = gradients(ours, batch)
         expected = {
-            n.removeprefix("base_model.model.").replace(".default.weight", ""): p.grad
-            for n, p in theirs.named_parameters()
-            if p.grad is not None
+            n.replace(".default.weight", ".weight"): p.grad for n, p in theirs.named_parameters() if p.grad is not None
         }
         assert got.keys() == expected.keys() and got, "the factors alone have gradients"
         for name, grad in expected.items():
@@ -142,9 +148,10 @@ def test_rank_stabilised_scale(peft):
     torch.testing.assert_close(own, logits[:-1].gather(-1, torch.arange(2, 9)[:, None])[:, 0])
 
 
-def test_an_update_changes_the_factors_and_nothing_else():
-    model = make()
-    ours = engine(model, lora=SPEC)
+@each("experts", (False, True))
+def test_an_update_changes_the_factors_and_nothing_else(experts):
+    model = build("qwen2_moe") if experts else make()
+    ours = engine(model, lora=replace(SPEC, targets=["all-linear", *["experts"] * experts]), dtype="float32")
     before = params(ours)
     for _ in range(2):
         ours.forward_backward(batch_of(samples()), NLL)
@@ -164,16 +171,18 @@ def test_training_starts_at_the_base():
     assert all(p.std() > 0 and not torch.equal(p, other[n]) for n, p in drawn.items())
 
 
-@each("family", ("qwen3", "gpt2"))
+@each("family", ("qwen3", "gpt2", "mixtral"))
 def test_published_weights_are_the_base_with_the_product_of_the_factors(family):
     model = build(family)
-    ours = trained(model)
-    plain = engine(model, optim=None)
+    ours = trained(
+        model, replace(SPEC, targets=["all-linear", *["experts"] * (family in EXPERT_PLANS)]), dtype="float32"
+    )
+    plain = engine(model, optim=None, dtype="float32")
     with torch.no_grad():
         for name, weight in ours.weights():
             plain.model.get_parameter(name).copy_(weight)
     batch = batch_of(samples())
-    found = [e.infer(batch, ("logprobs",))["logprobs"] for e in (ours, plain, engine(model))]
+    found = [e.infer(batch, ("logprobs",))["logprobs"] for e in (ours, plain, engine(model, dtype="float32"))]
     torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
     assert (found[0] - found[2]).abs().max() > 0.05, "the factors matter"
     parts = {part.name: part.mine() for part in ours.weight_parts()}
@@ -223,11 +232,12 @@ def test_the_state_of_a_checkpoint_is_factors_and_moments(tmp_path):
             engine(model, lora=spec).load(tmp_path / "state")
 
 
-def test_the_exported_folder_is_an_adapter_that_peft_and_training_load(peft, tmp_path):
+@each("targets", (["all-linear"], ["q_proj", "experts"], ["experts.down_proj"]))
+def test_the_exported_folder_is_an_adapter_that_peft_and_training_load(peft, tmp_path, targets):
     base = tmp_path / "base"
-    make().save_pretrained(base)
+    (make() if targets == ["all-linear"] else build("qwen3_moe")).save_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base)
-    ours = trained(model)
+    ours = trained(model, replace(SPEC, targets=targets), dtype="float32")
     snapshot = ours.snapshot()
     want = ours.own_logprobs([torch.arange(1, 12).numpy()], "float32")[0]
     with torch.no_grad():  # training continues while the snapshot is written
@@ -236,16 +246,17 @@ def test_the_exported_folder_is_an_adapter_that_peft_and_training_load(peft, tmp
     HfExport(base).write(tmp_path / "hf", snapshot.weights(), ours.exported_set)
     assert sorted(p.name for p in (tmp_path / "hf").iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     assert json.loads((tmp_path / "hf" / "adapter_config.json").read_text())["r"] == SPEC.rank
-    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "hf").double()
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "hf")
     logits = torch.log_softmax(theirs(input_ids=torch.arange(1, 12)[None]).logits[0], -1)
     got = logits[:-1].gather(-1, torch.arange(2, 12)[:, None])[:, 0]
     assert (got - torch.from_numpy(want)).abs().max() < 1e-5
-    again = engine(model, lora=LoraSpec(path=str(tmp_path / "hf")), base=base)
+    again = engine(model, lora=LoraSpec(path=str(tmp_path / "hf")), base=base, dtype="float32")
+    assert {n for n, _ in again.exported()} == {n for n, _ in ours.exported()}
     assert again.local.lora.parameters.rank == SPEC.rank
     assert abs(again.own_logprobs([torch.arange(1, 12).numpy()], "float32")[0] - want).max() < 1e-5
     with torch.no_grad(), again.local.lora.off():
         batch = batch_of(samples())
-        plain = engine(model).infer(batch, ("logprobs",))["logprobs"]
+        plain = engine(model, dtype="float32").infer(batch, ("logprobs",))["logprobs"]
         assert torch.equal(again.infer(batch, ("logprobs",))["logprobs"], plain), "the adapter is switched off"
 
 
@@ -298,10 +309,17 @@ def test_faults_of_options(given, text):
 def test_the_headers_of_a_folder_have_the_layers_of_the_model(tmp_path, family):
     model = build(family)
     model.save_pretrained(tmp_path)
-    config = changed(Config(), {"model.path": str(tmp_path), "model.lora": {"rank": 4}})
-    found, ours = trained_factors(config), engine(model, lora=SPEC)
-    assert {*found.layers} == {*ours.local.lora.parameters.targets}
-    assert found.parameters == sum(p.numel() for n, p in ours.model.named_parameters() if is_factor(n))
+    for targets in (["all-linear"], ["all-linear", "experts"], [r".*1\.mlp\.experts\.down_proj"]):
+        config = changed(Config(), {"model.path": str(tmp_path), "model.lora": {"rank": 4, "targets": targets}})
+        if len(targets) > 1 and family not in EXPERT_PLANS:
+            with pytest.raises(Refused, match=f"targets=experts: {type(model).__name__} has no experts with this name"):
+                trained_factors(config)
+            return
+        found, ours = trained_factors(config), engine(model, lora=replace(SPEC, targets=targets))
+        assert {*found.layers} == {*ours.local.lora.parameters.targets}
+        assert found.parameters == sum(p.numel() for n, p in ours.model.named_parameters() if is_factor(n))
+        assert found.of_experts == sum(p.numel() for n, p in ours.model.named_parameters() if "_proj_lora_" in n)
+        assert ("experts" in str(targets)) == (found.of_experts > 0), "all-linear are linear layers, as in PEFT"
 
 
 def test_planned_gradients_and_states_are_those_of_an_update(tmp_path):
@@ -358,10 +376,12 @@ def test_an_adapter_is_one_file_however_many_factors_it_has(tmp_path, monkeypatc
     assert read.keys() == named.keys() and all(torch.equal(read[name], tensor) for name, tensor in named.items())
 
 
-def test_a_sibling_computes_as_an_engine_with_a_base_of_its_own(tmp_path):
+@each("experts", (False, True))
+def test_a_sibling_computes_as_an_engine_with_a_base_of_its_own(tmp_path, experts):
     """A critic on the policy's base; its updates and those of the policy alternate."""
-    make().save_pretrained(tmp_path)
-    given = {"folder": tmp_path, "lora": SPEC, "optim": OptimSpec(lr=1e-2), "dtype": "float32"}
+    (build("qwen3_moe") if experts else make()).save_pretrained(tmp_path)
+    spec = replace(SPEC, targets=["q_proj", "experts"]) if experts else SPEC
+    given = {"folder": tmp_path, "lora": spec, "optim": OptimSpec(lr=1e-2), "dtype": "float32"}
     policy = build_engine(Options(), EngineContext(**given))
     context = EngineContext(**given, head="value")
     critic, alone = build_sibling(policy, Options(), context), build_engine(Options(), context)

@@ -17,6 +17,7 @@ from test_rollout_numerics import CONFIGS, PROMPTS, engine, logprobs_of, referen
 from torch import Tensor, nn
 
 from verl.errors import Refused
+from verl.nn.expert_lora import experts_of
 from verl.nn.lora import low_ranks, with_low_ranks
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import Completion, GenerateRequest
@@ -45,24 +46,26 @@ def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "BUCKETS", (1, 2, 4))
 
 
-def lora(module: nn.Module, name: str, rank: int, scale: float, *ends: str, seed: int) -> Any:
-    """A set of random factors of the linear layers whose names end so."""
-    every = ((n, m) for n, m in module.named_modules() if isinstance(m, nn.Linear) and n.endswith(ends or LINEAR))
-    layers = dict(every)
-    one = ParameterSet(id=name, kind="lora", base="x", rank=rank, scale=scale, targets=tuple(layers))
+def lora(module: nn.Module, name: str, rank: int, scale: float, *ends: str, seed: int, experts: bool = False) -> Any:
+    """A set of random factors of the linear layers whose names end so, and of experts."""
+    every = {f"{n}.weight" for n, m in module.named_modules() if isinstance(m, nn.Linear)}
+    shapes = {n.removesuffix(".weight"): p.shape for n, p in module.named_parameters() if n in every}
+    shapes = {n: shape for n, shape in shapes.items() if n.endswith(ends or LINEAR)}
+    shapes |= {n: module.get_parameter(n).shape for n in experts_of(module) if experts}
+    one = ParameterSet(id=name, kind="lora", base="x", rank=rank, scale=scale, targets=tuple(shapes))
     draw, tensors = torch.Generator().manual_seed(seed), dict[str, Tensor]()
-    for target, layer in layers.items():
+    for target, (*many, out, into) in shapes.items():
         a, b = one.factors(target)
-        tensors[a] = torch.randn(rank, layer.in_features, generator=draw) * 0.15
-        tensors[b] = torch.randn(layer.out_features, rank, generator=draw) * 0.15
+        tensors[a] = torch.randn(*many, rank, into, generator=draw) * 0.15
+        tensors[b] = torch.randn(*many, out, rank, generator=draw) * 0.15
     return one, tensors
 
 
-def three(module: nn.Module) -> Sets:
-    """Sets of unlike ranks, scales and targets."""
+def three(module: nn.Module, experts: bool = False) -> Sets:
+    """Sets of unlike ranks, scales and targets. experts: those of two sets have factors"""
     return {
-        "all": lora(module, "all", 4, 2.0, seed=1),
-        "some": lora(module, "some", 3, 0.7, "q_proj", "v_proj", "up_proj", seed=2),
+        "all": lora(module, "all", 4, 2.0, seed=1, experts=experts),
+        "some": lora(module, "some", 3, 0.7, "q_proj", "v_proj", "up_proj", seed=2, experts=experts),
         "one": lora(module, "one", 6, -1.3, "1.self_attn.k_proj", seed=3),
     }
 
@@ -112,7 +115,7 @@ def test_a_batch_of_several_sets_computes_each_as_transformers_does(way: str) ->
 
     def check(name: str) -> None:
         module = reference(CONFIGS[name])
-        sets = three(module)
+        sets = three(module, experts="paged" not in WAYS[way])
         core = engine(CONFIGS[name], module, **{"prefix_cache_tokens": 4096, **WAYS[way]})
         add(core, sets)
         done = finish(core, asked((POLICY_SET.id, *sets)))
@@ -261,7 +264,7 @@ def test_a_set_that_does_not_fit_is_refused_in_one_line() -> None:
         return str(e.value)
 
     first = next(iter(tensors))
-    adapts = "none of the linear layers that the native engine adapts (down_proj, gate_proj, k_proj, o_proj, q_proj, "
+    adapts = "none of the layers that the native engine adapts (down_proj, gate_proj, gate_up_proj, k_proj, o_proj, "
     for target in ("lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.experts.0.up_proj", "model.embed_tokens"):
         assert f"its target {target} is {adapts}" in refused(target)
     assert "v_proj of 3 layers): leave it out of target_modules" in refused("model.layers.3.self_attn.q_proj")

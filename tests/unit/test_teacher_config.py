@@ -314,7 +314,7 @@ ADAPTERS = [
     (dict(bias="all"), "an adapter with bias=all"),
     (dict(lora_bias=True), "an adapter with lora_bias=True"),
     (dict(init_lora_weights="pissa_niter_4"), "an adapter with init_lora_weights=pissa_niter_4"),
-    (dict(target_parameters=["a"]), "an adapter with target_parameters=['a']"),
+    (dict(target_parameters=["a"]), "its target_parameters name a, which is no tensor of experts"),
     (dict(a_key_of_a_later_version=1), "an adapter with a_key_of_a_later_version=1"),
     (dict(lora_alpha="much"), "Expected `float`, got `str` - at `$.lora_alpha`; save it again with PEFT"),
     (dict(rank_pattern={"q_proj": "2"}), "Expected `int`, got `str` - at `$.rank_pattern[...]`"),

@@ -16,13 +16,23 @@ from verl.config.adapter import CONFIG, WEIGHTS, peft_config
 from verl.parameter_set import ParameterSet
 
 
+def as_peft(name: str, factor: Tensor) -> Tensor:
+    """Return a tensor of an adapter as PEFT's file has it: factors of experts are A [experts x rank, in], one expert
+    below the other, and B [out, rank x experts], with the experts' columns interleaved. Others are as they are."""
+    if factor.dim() < 3:
+        return factor
+    if name.endswith(".lora_A.weight"):
+        return factor.flatten(0, 1)
+    return factor.permute(1, 2, 0).flatten(1).contiguous()
+
+
 def write_adapter(directory: Path, parameters: ParameterSet, base: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write adapter_config.json and the tensors, one at a time. parameters: the LoRA set · base: the folder of its base
     model · tensors: (PEFT's name, tensor), all of one dtype. A reward model's head is written whole."""
     names = [ADAPTER_SCORE, *(name for module in parameters.targets for name in parameters.factors(module))]
     with closing(Shard(directory / f"{WEIGHTS}.part", names)) as shard:
         for name, tensor in tensors:
-            shard.add(name, tensor)
+            shard.add(name, as_peft(name, tensor))
         shard.finish()
     shard.path.rename(directory / WEIGHTS)
     config = peft_config(parameters, str(base)) | {"task_type": "CAUSAL_LM"}

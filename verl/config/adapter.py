@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from verl.config.experts import fused_experts
 from verl.config.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -23,7 +24,7 @@ from verl.config.model_files import (
 )
 from verl.config.schema import Config
 from verl.errors import Refused
-from verl.parameter_set import ParameterSet
+from verl.parameter_set import DOWN, GATE_UP, ParameterSet, is_experts
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
 _MERGE = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
@@ -61,11 +62,13 @@ def one_projection(base: Path) -> Mapping[str, tuple[int, ...]]:
 
 def peft_config(parameters: ParameterSet, base: str) -> dict[str, Any]:
     """Return the adapter_config.json of a LoRA set on top of a model folder or hub id."""
+    experts = [name for name in parameters.targets if is_experts(name)]
     return {
         "peft_type": "LORA",
         "r": parameters.rank,
         "lora_alpha": parameters.scale * parameters.rank,
-        "target_modules": list(parameters.targets),
+        "target_modules": [name for name in parameters.targets if not is_experts(name)],
+        **({"target_parameters": experts} if experts else {}),
         "bias": "none",
         "base_model_name_or_path": base,
         "inference_mode": True,
@@ -82,6 +85,7 @@ class _Lora(msgspec.Struct):
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     target_modules: list[str] | str | None = None
+    target_parameters: list[str] | None = None
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
 
@@ -102,6 +106,15 @@ class _Lora(msgspec.Struct):
         inside = layers is None or (layer and int(layer[1]) in (layers if isinstance(layers, list) else [layers]))
         return among(self.target_modules) and not among(self.exclude_modules) and bool(inside)
 
+    def tensor_of(self, module: str) -> str:
+        """Return the name of the tensor of experts that has the factors of this module. PEFT wraps a module of experts
+        once for each of its tensors; the last of them is outside."""
+        experts = module.removesuffix(".base_layer")
+        every = [f"{experts}.{tensor}" for tensor in (GATE_UP, DOWN)]
+        named = [t for t in every if any(f".{t}".endswith(f".{name}") for name in self.target_parameters or ())]
+        inner = module != experts
+        return named[-1 - inner] if len(named) > inner else f"{experts}.weight"
+
 
 @dataclass(slots=True)
 class AdaptedWeight:
@@ -111,6 +124,9 @@ class AdaptedWeight:
     a: str = ""
     b: str = ""
     scale: float = 0.0
+    experts: int = 0
+    """The number of experts in a tensor of experts, of which each has its rows of A and columns of B, as PEFT has them:
+    A [experts x rank, in] and B [out, rank x experts]."""
 
 
 def is_adapter(folder: Path) -> bool:
@@ -148,16 +164,21 @@ def read_adapter(folder: Path, base: Path, *, head: bool = False) -> dict[str, A
     """Return the change of each weight of the base model, by name. head: with the head of a reward model, if it has
     one. Raise ValueError for an adapter that is not plain LoRA, or that belongs to another model."""
     lora, headers, parts = _read(folder), read_weight_headers(folder), dict[str, AdaptedWeight]()
+    fused = fused_experts(base)
     if not (folder / WEIGHTS).is_file():
         raise Refused(f"model.path={folder}: an adapter without {WEIGHTS}; save it again with PEFT")
     for key, header in headers.items():
         name = key.removeprefix("base_model.model.")
         module, _, factor = name.rpartition(".lora_")
-        if factor == "A.weight":
-            part = parts.setdefault(f"{module}.weight", AdaptedWeight())
-            part.a, part.scale = key, lora.scale(module, max(1, *header.shape[:1]))
-        elif factor == "B.weight":
-            parts.setdefault(f"{module}.weight", AdaptedWeight()).b = key
+        if factor in ("A.weight", "B.weight"):
+            of_experts = module.removesuffix(".base_layer").endswith(".experts")
+            weight = lora.tensor_of(module) if of_experts else f"{module}.weight"
+            part = parts.setdefault(weight, AdaptedWeight(experts=fused.get(weight, (0,))[0]))
+            if factor == "A.weight":
+                part.a = key
+                part.scale = lora.scale(module, max(1, *header.shape[:1]) // max(1, part.experts))
+            else:
+                part.b = key
         else:
             parts.setdefault(name.replace(".base_layer.", "."), AdaptedWeight()).whole = key
     if prefix := next(_misfits(lora, parts, headers, base, head), None):
@@ -170,7 +191,16 @@ def read_factors(folder: Path, base: Path, *, head: bool = False) -> dict[str, t
     """Return the shapes of the factors A and B of each weight that an adapter changes, by its name. Raise ValueError as
     `factors_alone`."""
     headers, parts = read_weight_headers(folder), factors_alone(folder, base, head=head)
-    return {name: (headers[part.a].shape, headers[part.b].shape) for name, part in parts.items()}
+    return {name: _factor_shapes(part, headers) for name, part in parts.items()}
+
+
+def _factor_shapes(part: AdaptedWeight, headers: Mapping[str, TensorHeader]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of A [rank, in] and B [out, rank], of experts [experts, rank, in] and [experts, out, rank]; ()
+    for one that is missing."""
+    a, b = (headers[key].shape if key else () for key in (part.a, part.b))
+    if not (n := part.experts) or len(a) != 2 or len(b) != 2:
+        return a, b
+    return (n, a[0] // n, a[1]), (n, b[0], b[1] // n)
 
 
 def factors_alone(folder: Path, base: Path, *, head: bool = False) -> dict[str, AdaptedWeight]:
@@ -200,26 +230,33 @@ def _misfits(
     lora: _Lora, parts: Mapping[str, AdaptedWeight], headers: Mapping[str, TensorHeader], base: Path, head: bool
 ) -> Iterator[str]:
     """Yield the reasons why the adapter does not belong to this base model."""
-    facts, theirs = describe_model(str(base)), read_weight_headers(base)
+    facts, fused = describe_model(str(base)), fused_experts(base)
+    theirs = {name: header.shape for name, header in read_weight_headers(base).items()} | fused
     tied, hidden = facts.tied, facts.hidden
     ranks = {lora.r, *(lora.rank_pattern or {}).values()}
     for name, part in parts.items():
         found = theirs.get(name) or theirs.get(name.partition(".")[2])  # some folders omit the first name component
-        a, b = (headers[key].shape if key else () for key in (part.a, part.b))
+        a, b = _factor_shapes(part, headers)
         if head and name == SCORE and part.whole and found is None:
             if headers[part.whole].shape != (1, hidden):
                 yield f"{name} is {list(headers[part.whole].shape)} in it, and a reward model's head is {[1, hidden]}"
-        elif found is None or ".experts." in name:
+        elif found is None or (".experts." in name and name not in fused):
             yield f"it changes {name}, which is no weight of a layer of its base"
         elif tied and (EMBEDDING.search(name) or name.endswith("lm_head.weight")):
             yield f"it changes {name}, which is tied to another weight in its base"
-        elif part.whole and headers[part.whole].shape != found.shape:
-            yield f"{name} is {list(headers[part.whole].shape)} in it and {list(found.shape)} in its base"
-        elif (part.a or part.b) and not (len(a) == len(b) == 2 and a[0] == b[1] and a[0] in ranks):
+        elif part.whole and headers[part.whole].shape != found:
+            yield f"{name} is {list(headers[part.whole].shape)} in it and {list(found)} in its base"
+        elif (part.a or part.b) and not (len(a) == len(b) >= 2 and a[-2] == b[-1] and a[-2] in ranks):
             yield f"its factors of {name} are A {list(a)} and B {list(b)}, with r={lora.r} in {CONFIG}"
-        elif a and found.shape not in ((b[0], a[1]), (a[1], b[0])):
-            yield f"it adds [{b[0]}, {a[1]}] to {name}, which is {list(found.shape)} in its base"
+        elif a and found not in ((*b[:-1], a[-1]), (a[-1], b[-2])):
+            yield f"it adds {[*b[:-1], a[-1]]} to {name}, which is {list(found)} in its base"
     named = {*parts} | {name.partition(".")[2] for name in parts}
-    for name in (n for n, header in theirs.items() if len(header.shape) == 2 and n not in named):
+    for name in (n for n, shape in theirs.items() if len(shape) == 2 and n not in named):
         if ".experts." not in name and lora.aims_at(name.removesuffix(".weight")):
             yield f"it has no factors of {name}, which its target_modules name"
+    for target in lora.target_parameters or ():
+        if not any(f".{name}".endswith(f".{target}") for name in fused):
+            yield f"its target_parameters name {target}, which is no tensor of experts"
+    for name in (n for n in fused if n not in named):
+        if any(f".{name}".endswith(f".{target}") for target in lora.target_parameters or ()):
+            yield f"it has no factors of {name}, which its target_parameters name"

@@ -3,6 +3,7 @@ and no model is loaded."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from verl.config.adapter import base_of, read_factors
 from verl.config.backends import traits_of
 from verl.config.cluster import TRAINS
 from verl.config.devices import base_format, reads_codes
+from verl.config.experts import fused_experts
 from verl.config.model_files import (
     TensorHeader,
     codes_are_frozen,
@@ -22,6 +24,7 @@ from verl.config.model_files import (
 from verl.config.schema import Config
 from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
 from verl.model_engine.optimizer_table import OPTIMIZERS
+from verl.parameter_set import is_experts
 from verl.wire import FP8
 
 _ROUTERS = (".gate", ".router", ".shared_expert_gate")
@@ -33,13 +36,22 @@ class TrainedFactors:
     """The factors of LoRA in a model, which are trained, or those of a frozen role on its base."""
 
     rank: int
-    layers: Mapping[str, tuple[int, int]]
-    """The sides of the weight of each layer with factors, by its name in the model."""
+    layers: Mapping[str, tuple[int, ...]]
+    """The shape of the weight of each layer with factors, by its name in the model: [outputs, inputs], of experts
+    [experts, outputs, inputs]."""
 
     @property
     def parameters(self) -> int:
         """The number of values in all factors."""
-        return self.rank * sum(sum(sides) for sides in self.layers.values())
+        return self._values(self.layers)
+
+    @property
+    def of_experts(self) -> int:
+        """The number of values in the factors of experts."""
+        return self._values({name: shape for name, shape in self.layers.items() if is_experts(name)})
+
+    def _values(self, layers: Mapping[str, tuple[int, ...]]) -> int:
+        return self.rank * sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in layers.values())
 
 
 def trained_factors(config: Config, path: str | None = None) -> TrainedFactors | None:
@@ -62,8 +74,8 @@ def factors_of(adapter: Path, base: Path, *, head: bool = False) -> TrainedFacto
     ValueError if it does not fit."""
     parts = read_factors(adapter, base, head=head)
     sizes = {name.removesuffix(".weight"): (a, b) for name, (a, b) in parts.items()}
-    rank = max(a[0] for a, _ in sizes.values())
-    return TrainedFactors(rank, {name: (b[0], a[1]) for name, (a, b) in sizes.items()})
+    rank = max(a[-2] for a, _ in sizes.values())
+    return TrainedFactors(rank, {name: (*a[:-2], b[-2], a[-1]) for name, (a, b) in sizes.items()})
 
 
 def served_factors(config: Config) -> TrainedFactors | None:
@@ -96,7 +108,8 @@ def idle_lora(config: Config) -> Iterator[str]:
     """Yield a warning for each entry of `exclude` that names no layer of the policy."""
     spec = trained_by(config.model.lora)
     if spec is not None and spec.path is None:
-        for entry in idle_excludes(spec, _linears(find_model_folder(config.model.path))):
+        folder = find_model_folder(config.model.path)
+        for entry in idle_excludes(spec, _linears(folder), fused_experts(folder)):
             yield f"model.lora.exclude={entry}: no linear layer of {config.model.path} has this name; it does nothing"
 
 
@@ -160,10 +173,11 @@ def unused_lora(config: Config, command: str) -> Iterator[str]:
 
 def _drawn(spec: LoraSpec, folder: Path) -> TrainedFactors:
     """Return the factors that the engine adds to a model's layers."""
-    linears, model = _linears(folder), describe_model(str(folder)).architecture
-    layers = {name: linears[name] for name in target_modules(spec, linears, linears, model)}
-    for name, sides in layers.items():
-        check_rank(spec.rank, name, sides, model)
+    linears, experts, model = _linears(folder), fused_experts(folder), describe_model(str(folder)).architecture
+    every: dict[str, tuple[int, ...]] = {**linears, **experts}
+    layers = {name: every[name] for name in target_modules(spec, linears, linears, model, experts)}
+    for name, shape in layers.items():
+        check_rank(spec.rank, name, (shape[-2], shape[-1]), model)
     return TrainedFactors(spec.rank, layers)
 
 

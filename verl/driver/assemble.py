@@ -231,6 +231,7 @@ def _publisher(
         published=rollout.set_published if isinstance(rollout, Router) else lambda name: None,
         drop=rollout.drop_set,
     )
+    factors = trained_factors(config)
     return Publisher(
         engine=sync,
         trainer=actor,
@@ -242,7 +243,8 @@ def _publisher(
         note=progress.message,
         published=rollout.published if isinstance(rollout, Router) else None,
         lora=lora,
-        trained_rank=factors.rank if (factors := trained_factors(config)) else 0,
+        trained_rank=factors.rank if factors else 0,
+        trained_experts=factors is not None and factors.of_experts > 0,
     )
 
 

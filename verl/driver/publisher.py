@@ -48,6 +48,8 @@ class Publisher:
     """Publishes LoRA sets on top of the weights."""
     trained_rank: int = 0
     """The rank of the policy's own LoRA factors; 0: all its weights are trained."""
+    trained_experts: bool = False
+    """Experts are among what has these factors."""
     version: int = field(default=0, init=False)
     """The number of publishes so far."""
     _requested: int = field(default=0, init=False)
@@ -94,6 +96,7 @@ class Publisher:
         if self.trained_rank:  # buckets are of full sets
             self._takes_factors &= not isinstance(self.engine.outlet(), StreamingOutlet)
             self._takes_factors &= able.lora_policy and able.lora_rank >= self.trained_rank
+            self._takes_factors &= able.lora_experts or not self.trained_experts
         self._modes.append("keep" if self.partial_rollout and able.in_flight_update else "wait")
 
     def publish(self, committed: Callable[[SyncReport], None], failed: Callable[[BaseException], None]) -> None:

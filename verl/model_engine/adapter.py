@@ -18,6 +18,7 @@ from verl.errors import Refused
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_parts import part_and_place
 from verl.model_engine.quantised_parts import load_dequantised
+from verl.nn.expert_lora import from_peft
 
 
 def load_model(context: EngineContext) -> Any:
@@ -48,7 +49,11 @@ class Adapter:
                 part, (mine, index) = self.parts[name], part_and_place(into[name])
                 if mine.numel() and part.whole:
                     mine.copy_(file.get_slice(part.whole)[index])
-                if mine.numel() and part.a:
+                if mine.numel() and part.experts:
+                    a, b = from_peft(file.get_tensor(part.a).to(mine), file.get_tensor(part.b).to(mine), part.experts)
+                    for one, e in zip(mine, range(part.experts)[index[0]], strict=True):
+                        one.add_((b[e] @ a[e])[index[1:]], alpha=part.scale)
+                elif mine.numel() and part.a:
                     rows, columns = index[::-1] if name in self.turned else index
                     b, a = file.get_slice(part.b)[rows].to(mine), file.get_slice(part.a)[:, columns].to(mine)
                     mine.add_((b @ a).T if name in self.turned else b @ a, alpha=part.scale)

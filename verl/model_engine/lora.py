@@ -1,7 +1,8 @@
-"""LoRA in a model that is trained: factors beside the frozen weights of its linear layers.
+"""LoRA in a model that is trained: factors beside the frozen weights of its linear layers and experts.
 
 A layer computes W x + scale * B A x with the factors A [rank, in] and B [out, rank], which are parameters of the layer
-with the names lora_A and lora_B. They are therefore gathered, cut and moved with the layer's weight."""
+with the names lora_A and lora_B. They are therefore gathered, cut and moved with the layer's weight. Those of a tensor
+of experts are [experts, rank, in] and [experts, out, rank], with its name before theirs (gate_up_proj_lora_A)."""
 
 from __future__ import annotations
 
@@ -23,9 +24,10 @@ from verl.config.adapter import WEIGHTS, factors_alone
 from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.lora_spec import LoraSpec, check_rank, target_modules
+from verl.nn.expert_lora import add_to_experts, experts_of, from_peft
 from verl.nn.lora import layer_size, with_product
 from verl.nn.quant_linear import ROUTERS
-from verl.parameter_set import POLICY_SET, ParameterSet
+from verl.parameter_set import POLICY_SET, ParameterSet, is_experts
 
 A, B = "lora_A", "lora_B"
 Factors = Literal["trained", "start", "none"]
@@ -48,30 +50,44 @@ class LoraLayers:
             path = Path(spec.path).expanduser()
             self.parameters, self._start = read_lora(TRAINED_SET, path, base, head=head)
         else:
-            targets = target_modules(spec, *_linears(model), model=type(model).__name__)
+            targets = target_modules(spec, *_linears(model), model=type(model).__name__, fused=experts_of(model))
             self.parameters = ParameterSet(
                 id=TRAINED_SET, kind="lora", base="", rank=spec.rank, scale=spec.scale, targets=targets
             )
         self._targets, self._turned = frozenset(self.parameters.targets), set[str]()
-        for module in self.parameters.targets:
-            self._add(model, module)
+        for target in self.parameters.targets:
+            self._add(model, target)
 
     @property
     def names(self) -> list[str]:
         """The names of all factors, A before B."""
-        return [f"{module}.{name}" for module in self.parameters.targets for name in (A, B)]
+        return [name for target in self.parameters.targets for name in own_names(target)]
 
-    def _add(self, model: Any, module: str) -> None:
-        rank, (into, out) = self.parameters.rank, layer_size(model, module, TRAINED_SET)
-        check_rank(rank, module, (out, into), type(model).__name__)
-        layer = model.get_submodule(module)
-        weight = layer.weight  # a quantised layer makes it anew each time
-        if not isinstance(layer, nn.Linear):  # its weight is [in, out]
-            self._turned.add(f"{module}.weight")
-        for name, shape in ((A, (rank, into)), (B, (out, rank))):
+    def _add(self, model: Any, target: str) -> None:
+        rank, (*experts, into, out) = self.parameters.rank, layer_size(model, target, TRAINED_SET)
+        check_rank(rank, target, (out, into), type(model).__name__)
+        layer = model.get_submodule(_holder(target))
+        weight = model.get_parameter(target) if experts else layer.weight  # a quantised layer makes it anew each time
+        if not experts and not isinstance(layer, nn.Linear):  # its weight is [in, out]
+            self._turned.add(f"{target}.weight")
+        for name, shape in zip(own_names(target), ((*experts, rank, into), (*experts, out, rank)), strict=True):
             empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
-            layer.register_parameter(name, nn.Parameter(empty))
-        layer.register_forward_hook(partial(self._forward, module))
+            layer.register_parameter(name.rpartition(".")[2], nn.Parameter(empty))
+        if experts:
+            add_to_experts(layer, partial(self._of_experts, layer, _holder(target)), self.parameters.scale)
+        else:
+            layer.register_forward_hook(partial(self._forward, target))
+
+    def _of_experts(self, layer: Any, module: str, tensor: str) -> tuple[Tensor, Tensor] | None:
+        """Return the factors of a tensor of experts that a pass uses: those of the experts that this rank has."""
+        target = f"{module}.{tensor}"
+        if self._at == "none" or target not in self._targets:
+            return None
+        if self._at == "trained":
+            a, b = (getattr(layer, name.rpartition(".")[2]) for name in own_names(target))
+            return a, b
+        a, b = (self._start[name] for name in self.parameters.factors(target))
+        return a, b
 
     def _forward(self, module: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         x, a, b = inputs[0], layer.lora_A, layer.lora_B
@@ -84,8 +100,19 @@ class LoraLayers:
     def add_to(self, model: nn.Module, factors: Callable[[str], Tensor]) -> None:
         """Let another model of this kind, which has no factors, add them to the outputs of its layers. factors: returns
         a whole factor by its name, for each pass."""
-        for module in self.parameters.targets:
-            model.get_submodule(module).register_forward_hook(partial(self._add_whole, module, factors))
+        for target in self.parameters.targets:
+            layer = model.get_submodule(_holder(target))
+            if is_experts(target):
+                add_to_experts(layer, partial(self._whole_of, _holder(target), factors), self.parameters.scale)
+            else:
+                layer.register_forward_hook(partial(self._add_whole, target, factors))
+
+    def _whole_of(self, module: str, factors: Callable[[str], Tensor], tensor: str) -> tuple[Tensor, Tensor] | None:
+        target = f"{module}.{tensor}"
+        if target not in self._targets:
+            return None
+        a, b = map(factors, own_names(target))
+        return a, b
 
     def _add_whole(
         self, module: str, factors: Callable[[str], Tensor], _: Any, inputs: tuple[Tensor, ...], output: Tensor
@@ -118,18 +145,18 @@ class LoraLayers:
         into: by their names in the model; others are ignored · computed: returns, for a factor and
         the whole tensor that it starts from, what passes as of the start compute with"""
         start = dict[str, Tensor]()
-        for module in self.parameters.targets:
-            for name, own in zip((A, B), self.parameters.factors(module), strict=True):
-                if (p := into.get(f"{module}.{name}")) is None:
+        for target in self.parameters.targets:
+            for name, own in zip(own_names(target), self.parameters.factors(target), strict=True):
+                if (p := into.get(name)) is None:
                     continue
                 mine, index = part_and_place(p)
                 if own in self._start:
                     mine.copy_(self._start[own][index])
                     start[own] = computed(p, self._start[own])
-                elif name == B:
+                elif name.endswith(B):
                     mine.zero_()
                 else:
-                    mine.copy_(_drawn(p.shape, self._spec.seed, module)[index])
+                    mine.copy_(_drawn(p.shape, self._spec.seed, target)[index])
         self._start = start
 
     def merged(self, name: str, weight: Tensor, factors: Callable[[str], Tensor], index: Index | None = None) -> Tensor:
@@ -139,19 +166,24 @@ class LoraLayers:
 
         For a part too the whole product is computed, and B is scaled before it. A part then has the bits that it has in
         the whole tensor: those of a product of matrices depend on their sizes, those of a sum do not."""
-        module = name.removesuffix(".weight")
-        if module == name or module not in self._targets:
+        target = name.removesuffix(".weight")
+        if target not in self._targets or (target == name) != is_experts(target):
             return weight
-        a, b = (factors(f"{module}.{factor}").to(weight.dtype) for factor in (A, B))
+        a, b = (factors(factor).to(weight.dtype) for factor in own_names(target))
+        if is_experts(target):
+            experts, inside = range(len(a))[slice(None) if index is None else index[0]], (index or ())[1:]
+            return torch.stack(
+                [one + ((b[e] * self.parameters.scale) @ a[e])[inside] for one, e in zip(weight, experts, strict=True)]
+            )
         product = (b * self.parameters.scale) @ a
         product = product.T if name in self._turned else product
         return weight + (product if index is None else product[index])
 
     def factors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B; None: it has no value."""
-        for module in self.parameters.targets:
-            for name, own in zip((A, B), self.parameters.factors(module), strict=True):
-                yield own, named.get(f"{module}.{name}")
+        for target in self.parameters.targets:
+            for name, own in zip(own_names(target), self.parameters.factors(target), strict=True):
+                yield own, named.get(name)
 
     @property
     def of_policy(self) -> ParameterSet:
@@ -161,7 +193,18 @@ class LoraLayers:
 
 def is_factor(name: str) -> bool:
     """Return True for the name of a factor in a model."""
-    return name.rpartition(".")[2] in (A, B)
+    return name.endswith((A, B))
+
+
+def own_names(target: str) -> tuple[str, str]:
+    """Return the names of the factors A and B of a layer or a tensor of experts in a model."""
+    joint = "_" if is_experts(target) else "."
+    return f"{target}{joint}{A}", f"{target}{joint}{B}"
+
+
+def _holder(target: str) -> str:
+    """Return the name of the module that has the factors."""
+    return target.rpartition(".")[0] if is_experts(target) else target
 
 
 def _linears(model: Any) -> tuple[list[str], list[str]]:
@@ -180,7 +223,7 @@ def _drawn(shape: torch.Size, seed: int, module: str) -> Tensor:
     """Return a factor A as PEFT draws it: uniform within 1 / sqrt(inputs). Each module has a seed of its own."""
     key = hashlib.blake2b(f"{seed} {module}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
-    bound = 1 / math.sqrt(shape[1])
+    bound = 1 / math.sqrt(shape[-1])
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
@@ -196,18 +239,19 @@ def read_lora(name: str, folder: Path, base: Path, *, head: bool = False) -> tup
     parts = factors_alone(folder, base, head=head)
     with safe_open(folder / WEIGHTS, "pt") as file:
         read = {
-            name: (file.get_tensor(part.a).float(), file.get_tensor(part.b).float()) for name, part in parts.items()
+            name: from_peft(file.get_tensor(part.a).float(), file.get_tensor(part.b).float(), part.experts)
+            for name, part in parts.items()
         }
     for part, factors_of in zip(parts.values(), read.values(), strict=True):
         for key, factor in zip((part.a, part.b), factors_of, strict=True):
             if not factor.isfinite().all():
                 raise Refused(f"{folder}: {key} has values that are not finite; take an earlier adapter, or train anew")
-    rank, scale = max(len(a) for a, _ in read.values()), max((part.scale for part in parts.values()), key=abs)
+    rank, scale = max(a.shape[-2] for a, _ in read.values()), max((part.scale for part in parts.values()), key=abs)
     modules = {name: name.removesuffix(".weight") for name in sorted(read)}
     found = ParameterSet(id=name, kind="lora", base=str(base), rank=rank, scale=scale, targets=tuple(modules.values()))
     factors = dict[str, Tensor]()
     for weight, module in modules.items():
-        (a, b), more = read[weight], rank - len(read[weight][0])
+        (a, b), more = read[weight], rank - read[weight][0].shape[-2]
         if (own := parts[weight].scale) != scale:
             b = b * (own / scale)
         factors |= zip(found.factors(module), (pad(a, (0, 0, 0, more)), pad(b, (0, more))))

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl.bounds import NonNegativeInt, Positive
 from verl.errors import Refused
+from verl.model_engine.options import EXPERT_PLANS
 
 ALL_LINEAR = "all-linear"
 LR_FACTOR = 10.0
@@ -28,8 +29,8 @@ class LoraSpec:
     rslora: bool = False
     """It is multiplied by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
     targets: list[str] = field(default_factory=lambda: [ALL_LINEAR])
-    """The linear layers with factors: ends of their names (q_proj), regular expressions of whole names, or all-linear:
-    those of the decoder layers."""
+    """The layers with factors: ends of their names (q_proj), regular expressions of whole names, or all-linear: the
+    linear layers of the decoder. Experts that are one tensor have factors if an entry names `experts`."""
     exclude: list[str] = field(default_factory=list)
     """Layers without factors, named in the same way."""
     path: str | None = None
@@ -70,22 +71,25 @@ def lora_faults(given: Mapping[str, Any]) -> Iterator[str]:
         yield "model.lora.targets=[]: name layers, or leave it out for all linear layers"
 
 
-def target_modules(spec: LoraSpec, linears: Iterable[str], inner: Iterable[str], model: str) -> tuple[str, ...]:
-    """Return the names of the layers that get factors, in the model's order.
+def target_modules(
+    spec: LoraSpec, linears: Iterable[str], inner: Iterable[str], model: str, fused: Iterable[str] = ()
+) -> tuple[str, ...]:
+    """Return the names of the layers that get factors, in the model's order, and then of tensors of experts.
 
     linears: the names of all linear layers but the output head · inner: those in decoder layers, for all-linear ·
-    model: its class, for messages. Raise ValueError for a target that names no layer."""
-    every = list(linears)
+    model: its class, for messages · fused: the tensors of experts. Raise ValueError for a target that names no
+    layer."""
+    every, experts = list(linears), list(fused)
     wanted = set[str]()
     for entry in spec.targets:
-        if not (found := _named(entry, every, inner, "targets")):
+        if not (found := _named(entry, every, inner, "targets", experts if "experts" in entry else ())):
             raise Refused(f"model.lora.targets={entry}: {_no_layer(entry, every, model)}")
         wanted |= found
     for entry in spec.exclude:
-        wanted -= _named(entry, every, inner, "exclude")
+        wanted -= _named(entry, every, inner, "exclude", experts)
     if not wanted:
         raise Refused(f"model.lora.exclude={spec.exclude}: no layer is left to train; leave some of it out")
-    return tuple(name for name in every if name in wanted)
+    return tuple(name for name in (*every, *experts) if name in wanted)
 
 
 def check_rank(rank: int, module: str, sides: tuple[int, int], model: str) -> None:
@@ -97,19 +101,22 @@ def check_rank(rank: int, module: str, sides: tuple[int, int], model: str) -> No
         )
 
 
-def idle_excludes(spec: LoraSpec, linears: Iterable[str]) -> list[str]:
+def idle_excludes(spec: LoraSpec, linears: Iterable[str], fused: Iterable[str]) -> list[str]:
     """Return the entries of `exclude` that name none of these layers. A list for a family may have them: PEFT takes
     it."""
-    every = list(linears)
-    return [entry for entry in spec.exclude if not _named(entry, every, every, "exclude")]
+    every, experts = list(linears), list(fused)
+    return [entry for entry in spec.exclude if not _named(entry, every, every, "exclude", experts)]
 
 
-def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str) -> set[str]:
+def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str, fused: Iterable[str]) -> set[str]:
+    """Return the layers that an entry of `targets` or `exclude` names. fused: the tensors of experts that it can name,
+    each by its own name or by that of its module."""
     if entry == ALL_LINEAR:
         return {*inner}
-    found = {name for name in every if f".{name}".endswith(f".{entry}")}
+    names = [(name, name) for name in (*every, *fused)] + [(name.rpartition(".")[0], name) for name in fused]
+    found = {layer for name, layer in names if f".{name}".endswith(f".{entry}")}
     try:
-        found |= {name for name in every if re.fullmatch(entry, name)}
+        found |= {layer for name, layer in names if re.fullmatch(entry, name)}
     except re.error as e:
         raise Refused(f"model.lora.{key}={entry}: not a regular expression ({e}); name layers") from e
     return found
@@ -120,5 +127,8 @@ def _no_layer(entry: str, every: Iterable[str], model: str) -> str:
     if "embed" in entry or "lm_head" in entry or "wte" in entry:
         why = "embeddings and the output head, which may be one tied tensor, get no factors"
         return f"{why}; name linear layers of the decoder, or leave it out"
+    if "experts" in entry:
+        kinds = ", ".join(EXPERT_PLANS)
+        return f"{model} has no experts with this name that are one tensor, as {kinds} have; leave it out"
     ends = ", ".join(sorted({name.rpartition(".")[2] for name in every}))
     return f"no linear layer of {model} has this name; they are {ends}"

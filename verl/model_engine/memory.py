@@ -48,6 +48,8 @@ class RankWork:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     factors: int | None = None
     """The values in the factors of LoRA, which alone are trained; None: all weights are trained."""
+    expert_factors: int = 0
+    """Those of experts among them, which tensor ranks do not divide."""
     factors_rank: int = 0
     """The rank of those factors."""
     borrows: bool = False
@@ -155,7 +157,8 @@ class _Share:
         codes = (self.layer - sparse) * self.layers * (work.quantisation != "none")  # on one rank alone
         self.factors = (work.factors or 0) * self.layers // model.layers
         if work.factors is not None:
-            self.trained = -(-self.factors // (layout.shard * tensor))
+            of_experts = work.expert_factors * self.layers // model.layers
+            self.trained = -(-(self.factors - of_experts) // (layout.shard * tensor)) - (-of_experts // layout.shard)
             self.states = _states_bytes(work, self.trained, 0, work.factors_rank)
             self.weights += self.trained
         self.own, self.codes = (self.trained, 0) if work.borrows else (self.weights - codes, codes)

@@ -200,6 +200,8 @@ class ShardedModel(LocalModel):
         if _split_by_tensor(p):
             placement = p.placements[p.device_mesh.mesh_dim_names.index("tensor")]
             whole = whole.chunk(self.layout.tensor, placement.dim)[p.device_mesh.get_local_rank("tensor")]
+        if self.layout.expert > 1 and "expert" in p.device_mesh.mesh_dim_names:
+            whole = whole.chunk(self.layout.expert)[p.device_mesh.get_local_rank("expert")]
         return super().start_factor(p, whole)
 
     # -- what is published ---------------------------------------------------------------------------------------------

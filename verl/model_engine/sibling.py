@@ -9,6 +9,7 @@ from typing import Any
 from verl.model_engine.base import EngineContext
 from verl.model_engine.options import Options
 from verl.model_engine.torch_engine import TorchEngine, build
+from verl.nn.expert_lora import without_factors
 from verl.nn.fused import unfuse
 
 
@@ -34,6 +35,7 @@ def _same_tensors(engine: TorchEngine) -> Any:
     for module in found.modules():
         module._forward_hooks.clear()
         module._forward_pre_hooks.clear()
+        without_factors(module)
     for name in lora.names:
         module, _, leaf = name.rpartition(".")
         del found.get_submodule(module)._parameters[leaf]

@@ -1,4 +1,4 @@
-"""LoRA in the linear layers of a model: scale * B A x is added to the output of a layer, in the layer's precision."""
+"""LoRA in the layers of a model: scale * B A x is added to the output of a layer, in the layer's precision."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl.errors import Refused
-from verl.parameter_set import ParameterSet
+from verl.nn.expert_lora import add_to_experts, experts_of, without_factors
+from verl.parameter_set import ParameterSet, is_experts
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """The factors of one linear layer."""
+    """The factors of one linear layer, or of a tensor of experts."""
 
     a: Tensor
-    """[rank, in]."""
+    """[rank, in], of experts [experts, rank, in]."""
     b: Tensor
-    """[out, rank]."""
+    """[out, rank], of experts [experts, out, rank]."""
 
 
 def low_ranks(parameters: ParameterSet, tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, LowRank]:
@@ -31,10 +32,10 @@ def low_ranks(parameters: ParameterSet, tensors: Mapping[str, Tensor], model: nn
 
 
 def fitted(
-    parameters: ParameterSet, tensors: Mapping[str, Tensor], size_of: Callable[[str], tuple[int, int]]
+    parameters: ParameterSet, tensors: Mapping[str, Tensor], size_of: Callable[[str], tuple[int, ...]]
 ) -> dict[str, LowRank]:
-    """Return the factors of a LoRA set by module, for linear layers with the (inputs, outputs) that `size_of` returns.
-    Raise ValueError as `low_ranks`."""
+    """Return the factors of a LoRA set by module, for layers with the (inputs, outputs) that `size_of` returns, of
+    experts (experts, inputs, outputs). Raise ValueError as `low_ranks`."""
     found, used = dict[str, LowRank](), set[str]()
     for module in parameters.targets:
         names = parameters.factors(module)
@@ -42,8 +43,8 @@ def fitted(
             raise Refused(f"LoRA set {parameters.id!r}: it has no {missing[0]}; publish all of its factors")
         a, b = (tensors[name] for name in names)
         used.update(names)
-        into, out = size_of(module)
-        if (tuple(a.shape), tuple(b.shape)) != ((parameters.rank, into), (out, parameters.rank)):
+        *experts, into, out = size_of(module)
+        if (tuple(a.shape), tuple(b.shape)) != ((*experts, parameters.rank, into), (*experts, out, parameters.rank)):
             raise Refused(
                 f"LoRA set {parameters.id!r}: {module} has factors A {list(a.shape)} and B {list(b.shape)} of rank "
                 f"{parameters.rank}, and the layer has {into} inputs and {out} outputs; it belongs to another model"
@@ -54,8 +55,12 @@ def fitted(
     return found
 
 
-def layer_size(model: nn.Module, module: str, name: str) -> tuple[int, int]:
-    """Return (inputs, outputs) of a linear layer. Raise ValueError for a module of another kind."""
+def layer_size(model: nn.Module, module: str, name: str) -> tuple[int, ...]:
+    """Return (inputs, outputs) of a linear layer, or (experts, inputs, outputs) of a tensor of experts. Raise
+    ValueError for a module of another kind. name: the set's, for the message"""
+    if is_experts(module) and module in experts_of(model):
+        experts, out, into = model.get_parameter(module).shape
+        return experts, into, out
     try:
         layer = model.get_submodule(module)
     except AttributeError:
@@ -72,15 +77,23 @@ def layer_size(model: nn.Module, module: str, name: str) -> tuple[int, int]:
 @contextmanager
 def with_low_ranks(model: nn.Module, factors: Mapping[str, LowRank], scale: float) -> Iterator[None]:
     """Inside the context each of these layers of the model adds scale * B A x, the product of its factors."""
-    handles = []
+    handles, of_experts = [], dict[str, dict[str, tuple[Tensor, Tensor]]]()
     try:
-        for module, one in factors.items():
-            add = partial(_add, one=one, scale=scale)
-            handles.append(model.get_submodule(module).register_forward_hook(add))
+        for target, one in factors.items():
+            if is_experts(target):
+                module, _, tensor = target.rpartition(".")
+                of_experts.setdefault(module, {})[tensor] = one.a, one.b
+            else:
+                add = partial(_add, one=one, scale=scale)
+                handles.append(model.get_submodule(target).register_forward_hook(add))
+        for module, of_tensors in of_experts.items():
+            add_to_experts(model.get_submodule(module), of_tensors.get, scale)
         yield
     finally:
         for handle in handles:
             handle.remove()
+        for module in of_experts:
+            without_factors(model.get_submodule(module))
 
 
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, one: LowRank, scale: float) -> Tensor:

@@ -114,6 +114,7 @@ def role_items(
         optimizer=config.optim.name,
         optimizer_options=config.optim.options,
         factors=factors.parameters if factors else None,
+        expert_factors=factors.of_experts if factors else 0,
         factors_rank=factors.rank if factors else 0,
         borrows=borrows,
         quantisation=base_format(config, own) if factors else "none",

@@ -153,6 +153,7 @@ class Capabilities(Traits):
     """The longest sequence, prompt and answer together."""
     lora_rank: int = 0
     """The highest rank of LoRA sets that it takes. 0: it takes none."""
+    lora_experts: bool = False  # LoRA sets may have factors of experts.
     sleep_levels: tuple[int, ...] = ()
     """The sleep levels that it has. 1 frees the KV, 2 the weights too."""
     weights: WireFormat = AS_HELD

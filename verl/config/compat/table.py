@@ -82,6 +82,7 @@ PEFT: Mapping[str, str] = MappingProxyType(
         "lora_alpha": "model.lora.alpha",
         "use_rslora": "model.lora.rslora",
         **dict.fromkeys(("target_modules", "lora_target_modules", "layers_to_transform"), "model.lora.targets"),
+        "target_parameters": "model.lora.targets",
         "exclude_modules": "model.lora.exclude",
         "lora_dropout": _ZERO,
         "bias": "nothing: only factors are trained (bias=none)",

@@ -87,6 +87,8 @@ class TakesSets(Protocol):
 
     lora_rank: int
     """The highest rank of a set that it takes."""
+    lora_experts: bool
+    """A set may have factors of experts."""
 
     def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
         """Compute with these factors for requests of the set from now on, in place of an earlier version of it."""
@@ -95,6 +97,11 @@ class TakesSets(Protocol):
     def drop_set(self, name: str) -> None:
         """Forget the factors of a set."""
         ...
+
+
+def set_abilities(runner: object) -> dict[str, int]:
+    """Return the capabilities of a runner that are about LoRA sets, by name."""
+    return {"lora_rank": runner.lora_rank, "lora_experts": runner.lora_experts} if isinstance(runner, TakesSets) else {}
 
 
 class Runner(Protocol):

@@ -36,7 +36,7 @@ from verl.rollout.base import (
     check_inputs,
 )
 from verl.rollout.embedded.checks import InputChecks
-from verl.rollout.embedded.core import EngineCore, Finished, ReadsFormat, Runner, TakesSets
+from verl.rollout.embedded.core import EngineCore, Finished, ReadsFormat, Runner, set_abilities
 from verl.rollout.embedded.load_thread import LoadThread
 from verl.rollout.embedded.requests import ActiveRequest, News
 from verl.wire import AS_HELD
@@ -68,7 +68,7 @@ class EmbeddedEngine(BaseEngine):
             max_context_tokens=context.max_context_tokens,
             sleep_levels=(1, 2),
             weights=form,
-            lora_rank=runner.lora_rank if isinstance(runner, TakesSets) else 0,
+            **set_abilities(runner),
             notes=notes,
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)

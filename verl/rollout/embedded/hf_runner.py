@@ -32,6 +32,7 @@ class HfRunner:
     transformers cannot build from its configuration."""
 
     looks_ahead = False  # a batch is static
+    lora_experts = True
 
     def __init__(self, context: RolloutContext, module: nn.Module | None, *, max_prefill_tokens: int) -> None:
         check_positive(max_prefill_tokens=max_prefill_tokens)

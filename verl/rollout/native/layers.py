@@ -75,6 +75,10 @@ class Experts:
         share, expert = torch.softmax(self.router(x).float(), dim=-1).topk(self.chosen, dim=-1)
         return share / share.sum(-1, keepdim=True) if self.normalised else share, expert
 
+    def expert(self, number: int, rows: Tensor) -> FeedForward:
+        """Return the block of an expert. rows: those of x that it computes"""
+        return self.experts[number]
+
     def __call__(self, x: Tensor) -> Tensor:
         return self.add_to(torch.zeros_like(x), x)
 
@@ -88,7 +92,8 @@ class Experts:
         for i, n in enumerate(torch.bincount(expert.flatten(), minlength=len(self.experts)).tolist()):
             if n:
                 rows = row[start : start + n]
-                mixed.index_add_(0, rows, self.experts[i](x.index_select(0, rows)).mul_(share[start : start + n]))
+                out = self.expert(i, rows)(x.index_select(0, rows))
+                mixed.index_add_(0, rows, out.mul_(share[start : start + n]))
                 start += n
         return residual.add_(mixed)
 

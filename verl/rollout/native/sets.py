@@ -21,8 +21,8 @@ from verl.errors import Refused
 from verl.nn.lora import LowRank, fitted
 from verl.parameter_set import ParameterSet
 from verl.rollout.native.architecture import Shape
-from verl.rollout.native.layers import FeedForward
-from verl.rollout.native.weights import Layer, Projections, interleaved, projections
+from verl.rollout.native.layers import Experts, FeedForward
+from verl.rollout.native.weights import Layer, Projections, expert_tensors, interleaved, projections
 
 NO_SET = -1
 """The number of the set of a row that has none."""
@@ -65,7 +65,25 @@ def adapted(layer: Layer, i: int, rows: SetRows | None) -> Layer:
     mlp = layer.mlp
     if isinstance(mlp, FeedForward):
         mlp = FeedForward(made("up", mlp.up), made("down", mlp.down), mlp.activation, mlp.gated)
+    elif isinstance(rows, GroupedRows) and rows.has_experts:
+        mlp = AdaptedExperts(mlp, i, rows)
     return replace(layer, qkv=made("qkv", layer.qkv), out=made("out", layer.out), mlp=mlp)
+
+
+class AdaptedExperts(Experts):
+    """The experts of layer i, to whose products the factors of LoRA sets are added."""
+
+    def __init__(self, base: Experts, i: int, rows: GroupedRows) -> None:
+        super().__init__(base.router, base.experts, base.chosen, base.normalised, None)
+        self._layer, self._rows = i, rows
+
+    def expert(self, number: int, rows: Tensor) -> FeedForward:
+        one = self.experts[number]
+
+        def made(name: str, base: Linear) -> Linear:
+            return Adapted(base, partial(self._rows.add_of_expert, f"{self._layer}.{name}.{number}", rows))
+
+        return FeedForward(made("up", one.up), made("down", one.down), one.activation, one.gated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +169,7 @@ class LoraSet:
     fused: Mapping[str, Fused]
     """Its factors, if they are stacked too."""
     products: Mapping[str, Factors]
-    """The products with A and B."""
+    """The products with A and B, for each expert those of its own."""
     joined: object
     """The factors as the function of all layers reads them; None if there is no such function."""
 
@@ -172,9 +190,27 @@ class GroupedRows:
     spans: Sequence[LowRankRows]
     """The places of each set in that order, for a function of all layers."""
 
+    @property
+    def has_experts(self) -> bool:
+        """True if a set has factors of experts."""
+        return any(one.parameters.experts for one, _ in self.groups)
+
     def added(self, key: str) -> Added | None:
         found = [group for group in self.groups if key in group[0].products]
         return partial(self._add, key, found) if found else None
+
+    def add_of_expert(self, key: str, tokens: Tensor, y: Tensor, x: Tensor) -> Tensor:
+        """Add the factors of an expert's product to its results y [n, out] for x [n, in]. tokens: the rows of the call
+        [n] that chose this expert"""
+        for one, rows in self.groups:
+            if key in one.products:
+                if isinstance(rows, slice):
+                    mine = (tokens >= rows.start) & (tokens < rows.stop)
+                else:
+                    mine = torch.isin(tokens, rows)
+                if mine.any():
+                    y[mine] += one.times(key, x[mine])
+        return y
 
     def _add(self, key: str, groups: Sequence[tuple[LoraSet, slice | Tensor]], y: Tensor, x: Tensor) -> Tensor:
         for one, rows in groups:
@@ -265,7 +301,13 @@ class LiveSets:
         self._half, self._layers = shape.head_dim // 2, shape.layers
         every = (one for i in range(shape.layers) for one in projections(shape, i) if not one.key.endswith("router"))
         self._parts = {one.key: one for one in every}
-        self._sizes = {name: (one.width, rows) for one in self._parts.values() for name, rows in one.parts}
+        self._sizes: dict[str, tuple[int, ...]] = {
+            name: (one.width, rows) for one in self._parts.values() for name, rows in one.parts
+        }
+        self._experts = dict[str, str]()  # the names of the products, by tensor
+        for name, key, (n, out, into) in (one for i in range(shape.layers) for one in expert_tensors(shape, i)):
+            if not stacks:  # steps of fixed shape read experts as one tensor
+                self._experts[name], self._sizes[name] = key, (n, into, out)
         self._live: dict[str, tuple[int, LoraSet]] = {}
         self._stacks = stacks
         self._stacked: StackedFactors | None = None
@@ -339,14 +381,22 @@ class LiveSets:
         make, half = self._products.make, self._half
         if self._products.fills and not self._stacks:
             packed = {key: packed_factors(one, here, half, self._products) for key, one in self._parts.items()}
-            return {}, {key: made for key, made in packed.items() if made is not None}
+            return {}, {key: made for key, made in packed.items() if made is not None} | self._of_experts(here)
         found = {key: fused_factors(one, here, half) for key, one in self._parts.items()}
         fused = {key: made for key, made in found.items() if made is not None}
         products = {
             key: Factors(make(one.a, None), tuple(None if b is None else make(b, None) for b in one.blocks), one.sizes)
             for key, one in fused.items()
         }
-        return fused if self._stacks else {}, products
+        return fused if self._stacks else {}, products | self._of_experts(here)
+
+    def _of_experts(self, here: Mapping[str, LowRank]) -> dict[str, Factors]:
+        """Return the factors of experts by product, in the layout of the products."""
+        make, found = self._products.make, dict[str, Factors]()
+        for name in here.keys() & self._experts.keys():
+            for e, (a, b) in enumerate(zip(here[name].a, here[name].b, strict=True)):
+                found[f"{self._experts[name]}.{e}"] = Factors(make(a, None), (make(b, None),), (len(b),))
+        return found
 
     def _by_layer(self, parameters: ParameterSet, products: Mapping[str, Factors]) -> LowRankParts:
         layers = [dict[str, tuple[Linear, Sequence[Linear | None]]]() for _ in range(self._layers)]
@@ -358,13 +408,13 @@ class LiveSets:
     def _kept(self, factor: Tensor) -> Tensor:
         return factor.to(self._like.device, self._dtype).to(self._like.dtype)
 
-    def _size_of(self, parameters: ParameterSet, module: str) -> tuple[int, int]:
-        """Return (inputs, outputs) of a module that can have factors."""
+    def _size_of(self, parameters: ParameterSet, module: str) -> tuple[int, ...]:
+        """Return (inputs, outputs) of a module that can have factors, or (experts, inputs, outputs) of experts."""
         if (found := self._sizes.get(module)) is not None:
             return found
         kinds = ", ".join(sorted({name.rpartition(".")[2] for name in self._sizes}))
         raise Refused(
-            f"LoRA set {parameters.id!r}: its target {module} is none of the linear layers that the native engine "
+            f"LoRA set {parameters.id!r}: its target {module} is none of the layers that the native engine "
             f"adapts ({kinds} of {self._layers} layers): leave it out of "
             "target_modules, or use rollout.engine=hf"
         )

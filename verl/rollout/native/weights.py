@@ -12,6 +12,7 @@ from torch import Tensor
 
 from verl.accel.linear import Blocks, DecoderSizes, FilledLinear, LayerParts, Layers, Linear, Products
 from verl.nn.fp8 import SCALES, VALUES, in_blocks, scales_shape
+from verl.parameter_set import DOWN, GATE_UP
 from verl.rollout.embedded.receive import Destination
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.codes import CodedRows, CodesReader, PlainRows, RowsProduct, WeightRows
@@ -122,6 +123,14 @@ class Part:
     """The D/2 pairs of each head whose rows are put side by side; 0: none are."""
 
 
+def expert_tensors(s: Shape, layer: int) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
+    """Yield (HF name, name of the products, shape [experts, rows, width]) of the tensors of a layer's experts."""
+    if experts := s.experts[layer]:
+        at = f"model.layers.{layer}.mlp.experts."
+        yield at + GATE_UP, f"{layer}.up", (experts, 2 * s.expert_ffn, s.hidden)
+        yield at + DOWN, f"{layer}.down", (experts, s.hidden, s.expert_ffn)
+
+
 @dataclass(slots=True)
 class Storage:
     """The memory of one version while it is received, and by HF name the destinations that fill it. A layout that can
@@ -180,7 +189,7 @@ class Storage:
 
     def _layer(self, layer: int, key: str, at: str) -> None:
         """Allocate the tensors of a layer under names that begin with `key`, for HF names that begin with `at`."""
-        s, dim, hid = self.shape, self.shape.head_dim, self.shape.hidden
+        s, dim = self.shape, self.shape.head_dim
         self._norm(key + "norm", at + "input_layernorm")
         if s.arch.gemma:
             self._norm(key + "out_norm", at + "post_attention_layernorm")
@@ -190,9 +199,8 @@ class Storage:
             self._norm(key + "mlp_norm", at + "post_attention_layernorm")
         for one in projections(s, layer):
             self._fuse(one)
-        if s.experts[layer]:
-            self._each(key + "up", (s.experts[layer], 2 * s.expert_ffn, hid), at + "mlp.experts.gate_up_proj")
-            self._each(key + "down", (s.experts[layer], hid, s.expert_ffn), at + "mlp.experts.down_proj")
+        for name, own, shape in expert_tensors(s, layer):
+            self._each(own, shape, name)
         if s.arch.qk_norm:
             table = self._new(key + "qk_norm", (s.heads + s.kv_heads, dim), norm=True)
             for name, rows in (("q", table[: s.heads]), ("k", table[s.heads :])):
