@@ -45,6 +45,7 @@ SECTIONS = (
     "weights",
     "publish",
     "router",
+    "planner",
     "distill",
     "distill_steps",
     "agents",

@@ -35,6 +35,9 @@ USAGE = """usage: verl VERB [key=value ...]
   plan      (as train) [rollout_s=S update_s=S] every derived size and the memory, without loading anything; with the
             [card_gib=G]                       two times of a step also how they overlap; whether a card of G GiB
                                                has the memory
+  simulate  (as train) token_s=S sequence_s=S  the pace with this and other staleness, under a virtual clock: a decode
+            update_s=S [publish_s=S]           step takes token_s, and sequence_s more for each sequence; answers
+            mean_tokens=N sigma=X | from=RUN   of log-normal lengths, or those of a run, with its times
   replicas  RUN list | add [URL] | remove N    servers that join and leave a run while it goes on
   show      RUN [RUN ...] | --live RUN         the steps of runs; a page that follows a run
   show      algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
@@ -333,6 +336,42 @@ def plan_verb(args: list[str]) -> int:
     return 0
 
 
+def simulate_verb(args: list[str]) -> int:
+    from verl.config.validate import validate
+    from verl.planner.what_if import SHAPE, TIMES, lengths_of, measured_by, neighbours, simulated, table, workload_of
+
+    given, rest = _own_arguments(args, (*TIMES, *SHAPE, "from"))
+    resolved = _load(rest)
+    validate(resolved.config)
+    if "from" in given and (twice := [key for key in SHAPE if key in given]):
+        raise Refused(f"{twice[0]}={given[twice[0]]} and from={given['from']}: the lengths are those of the run")
+    found = measured_by(Path(given["from"])) if "from" in given else None
+    wanted = [*TIMES, *(SHAPE if found is None else ())]
+    known = (
+        {"publish_s": "0"} if found is None else {"update_s": str(found.update_s), "publish_s": str(found.publish_s)}
+    )
+    if missing := [key for key in wanted if key not in given and key not in known]:
+        raise Refused(f"{', '.join(missing)}: not given (verl simulate --help)")
+    numbers = {
+        key: _number(key, given.get(key) or known[key], above=key in ("token_s", "mean_tokens")) for key in wanted
+    }
+    lengths = lengths_of(resolved.config, [numbers[key] for key in SHAPE if key in numbers], found)
+    runs = [(one, simulated(one, workload_of(one, numbers, lengths))) for one in neighbours(resolved.config)]
+    print(table(resolved.config, runs))
+    return 0
+
+
+def _number(key: str, text: str, *, above: bool) -> float:
+    """Return a number of 0 or more, or above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf or (above and number == 0):
+        raise Refused(f"{key}={text}: a number {'above 0' if above else 'of 0 or more'}")
+    return number
+
+
 def _positive(key: str, text: str, meaning: str) -> float:
     try:
         number = float(text)
@@ -395,6 +434,7 @@ VERBS: Mapping[str, Callable[[list[str]], int]] = {
     "generate": generate_verb,
     "serve": serve_verb,
     "plan": plan_verb,
+    "simulate": simulate_verb,
     "replicas": replicas_verb,
     "show": show_verb,
     "export": export_verb,

@@ -75,7 +75,7 @@ def smaller(line: str) -> str:
     return line + "".join(f" {s}" for s in SMALL.split() if s.partition("=")[0] not in given)
 
 
-PLAIN = re.compile(r"verl (train|sft|rm|dpo|plan|show|completion) [^$|&;<>*?~`\\]*")
+PLAIN = re.compile(r"verl (train|sft|rm|dpo|plan|simulate|show|completion) [^$|&;<>*?~`\\]*")
 PROGRAM = re.compile(r"python (\w+\.py)")
 BESIDE = "PYTHONPATH=$PWD:$PYTHONPATH "
 

@@ -70,6 +70,10 @@ class VirtualRun:
         """Record a publish, and return the new version."""
         return self.scheduler.version + 1
 
+    def happened(self, event: str, name: str) -> None:
+        """Handle an event that the subclass has scheduled, with the name that it gave."""
+        raise NotImplementedError
+
     # -- the driver's moves
 
     def at(self, after_s: float, event: str, group_id: str = "") -> None:
@@ -129,11 +133,13 @@ class VirtualRun:
             self.trained(batch)
             if self.scheduler.publish_due(batch.step) and not self.publishing:
                 self.publish()
-        else:
+        elif event == "published":
             self.publishing = False
             self.scheduler.published(self.published())
             if self.scheduler.publish_pending:
                 self.publish()
+        else:
+            self.happened(event, group_id)
 
 
 @dataclass(frozen=True, slots=True)
