@@ -129,8 +129,7 @@ def test_a_quantised_base_is_sent_as_its_codes_and_kept_without_a_copy_in_one_pr
         replica = world.rollout("native")
         assert (await replica.capabilities()).weights.codes
         report = await world.publish([replica], 0, exclusive=kind == "nf4")
-        of_codes = sum(t.nbytes for layer in world.layers.values() for t in layer.quantised.tensors().values())
-        assert report.num_bytes == of_codes + bytes_of(world, factors=True) + bytes_of(world, factors=False)
+        assert report.num_bytes == bytes_of_codes(world)
         await world.update()
         await world.publish([replica], 1)
         assert distance(await scores(replica), world.logprobs()) < 1e-5
@@ -140,6 +139,12 @@ def test_a_quantised_base_is_sent_as_its_codes_and_kept_without_a_copy_in_one_pr
         await replica.close()
 
     run(test)
+
+
+def bytes_of_codes(world: CodesWorld) -> int:
+    """Those of factors, codes with their scales, and all other weights."""
+    of_codes = sum(t.nbytes for layer in world.layers.values() for t in layer.quantised.tensors().values())
+    return of_codes + bytes_of(world, factors=True) + bytes_of(world, factors=False)
 
 
 def codes_of(replica) -> list[Any]:

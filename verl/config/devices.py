@@ -93,7 +93,7 @@ def reads_codes(config: Config) -> bool:
     """Return True if the rollout computes with the codes of a base in 4 or 8 bits. Otherwise it gets that base
     dequantised, and has a copy of its own."""
     buckets = getattr(options_of(config, "sync"), "bucket_mb", None) is not None
-    able = traits_of(config.rollout.engine).codes and config.cluster.backend == "inproc" and not buckets
+    able = traits_of(config.rollout.engine).codes and not buckets
     exact_rows = config.run.deterministic and device_type_of(config, "rollout") == "cuda"
     return base_format(config) != "none" and able and not exact_rows
 

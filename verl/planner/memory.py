@@ -145,12 +145,12 @@ def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
     staged = {"quantised weights": wire_bytes(config, model)} if local and config.rollout.dtype == FP8 else {}
     incoming = copy
     if reads_codes(config):  # the trainer's own in one process; later versions are factors alone
-        coded, factors = quantised_values(model), trained_factors(config)
-        codes = 0 if local else int(MATRIX_BYTES[base_format(config)] * coded)
-        exact = local and rollout_dtype(config) == "float32" and device_type_of(config, "rollout") == "cpu"
+        item_bytes, factors = DTYPE_BYTES[rollout_dtype(config)], trained_factors(config)
+        exact = rollout_dtype(config) == "float32" and device_type_of(config, "rollout") == "cpu"
         shared = exact * (1 + (not model.tied)) * model.vocab * model.hidden  # embedding and head
-        copy = DTYPE_BYTES[rollout_dtype(config)] * (model.parameters - coded - shared) + codes
-        incoming = 0 if factors is None else DTYPE_BYTES[rollout_dtype(config)] * factors.parameters
+        own = item_bytes * (model.parameters - quantised_values(model) - shared)
+        copy = own if local else wire_bytes(config, model)
+        incoming = 0 if factors is None else item_bytes * factors.parameters
     return {
         "rollout weights": copy,
         "incoming weights": incoming,
@@ -163,6 +163,9 @@ def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
 def wire_bytes(config: Config, model: ModelFacts) -> int:
     """Return the bytes of a version as it is sent to replicas."""
     item_bytes = DTYPE_BYTES[rollout_dtype(config)]
+    if reads_codes(config):
+        coded = quantised_values(model)
+        return item_bytes * (model.parameters - coded) + int(MATRIX_BYTES[base_format(config)] * coded)
     if config.rollout.dtype != FP8:
         return item_bytes * model.parameters
     projected = _projected(model)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Capabilities, Completion, GenerateRequest, PauseMode, ReplicaLost
 from verl.rollout.wrapper import EngineWrapper
 from verl.workers.answers import RankAnswer, failed_answer, raised
@@ -64,7 +65,7 @@ class RayReplica(EngineWrapper):
 
     def __init__(self, name: str, actor: Any, built: Any, live: Live, on_death: Died) -> None:
         self._name, self._actor, self._on_death = name, actor, on_death
-        self._version = -1
+        self._version, self._base = -1, ""
         self._dead: ReplicaLost | None = None
         self._life = live(name, actor, actor.watch.remote(), built, died=self._died)
 
@@ -80,22 +81,35 @@ class RayReplica(EngineWrapper):
     async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
         """Load weights in the other process and return the version. `source` is a `CheckedReader`; the other process
         reads and checks the tensors with a reader of its own, and its results are copied into `source`."""
+        base, policy = source.identity, source.parameters.id == POLICY_SET.id
+        with_base = policy and (bool(base) or source.parameters.whole)  # else it has factors on the present one alone
+        self._base = "" if with_base else self._base
         version, delivered, source.seconds = await self._ask("load_weights", source.source, on_inflight)
         source.delivered |= delivered
-        if source.parameters.whole:
+        if policy:
             self._version = version
+        self._base = base if with_base else self._base
         return int(version)
+
+    async def sleep(self, level: int = 1) -> int:
+        freed = await super().sleep(level)
+        self._base = self._base if level == 1 else ""  # it has no weights
+        return freed
 
     async def capabilities(self) -> Capabilities:
         """Return the engine's capabilities, without those that need callbacks into this process or access to its
         files."""
         able = await super().capabilities()
-        return replace(able, continues=False, reports_tokens=False, prepares_weights=False, lora_rank=0)
+        return replace(able, continues=False, reports_tokens=False, prepares_weights=False)
 
     @property
     def version(self) -> int:
         """The version that was loaded last."""
         return self._version
+
+    @property
+    def base(self) -> str:
+        return self._base
 
     async def forward(self, method: str, *args: Any, **named: Any) -> Any:
         return await self._ask(method, *args, **named)
