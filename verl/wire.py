@@ -21,6 +21,8 @@ FLOATS = {"bfloat16": (8, 7), "float16": (5, 10), "float32": (8, 23), "float64":
 
 JOINED = ("q_proj", "k_proj", "gate_proj", "w1", "q_a_proj")
 """Projections to which servers append the rows of another one: a block must not have rows of both."""
+DIVIDED = {0: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), 1: ("o_proj", "down_proj")}
+"""Projections that the ranks of a server divide by their rows (0) or columns (1)."""
 
 
 def split_block(name: str, shape: Sequence[int]) -> str:
@@ -31,6 +33,18 @@ def split_block(name: str, shape: Sequence[int]) -> str:
     if module in JOINED and len(shape) > 1 and shape[-2] % FP8_BLOCK:
         return f"{name} {[*shape]}: a server appends another projection, and no block of {FP8_BLOCK} rows ends there"
     return ""
+
+
+def cut_block(name: str, shape: Sequence[int], ranks: int, kv_heads: int) -> str:
+    """Return why the ranks of a server that divide a projection would cut a block of it, or ""."""
+    module = name.removesuffix(".weight").rpartition(".")[2]
+    parts = min(ranks, kv_heads) if module in ("k_proj", "v_proj") else ranks
+    side = next((shape[axis] for axis, names in DIVIDED.items() if module in names and len(shape) == 2), 0)
+    if parts == 1 or side % (parts * FP8_BLOCK) == 0:
+        return ""
+    return (
+        f"{name} {[*shape]}: a rank of {ranks} has {side / parts:g} of {side}, and no block of {FP8_BLOCK} ends there"
+    )
 
 
 def holds(wide: str, narrow: str) -> bool:

@@ -24,6 +24,8 @@ from verl.model_engine.layout import Layout
 from verl.model_engine.memory import RankWork, memory
 from verl.planner.plan import make_plan
 from verl.planner.text import render_plan
+from verl.rollout.vllm import vllm_faults
+from verl.wire import cut_block
 
 RANK = "model.lora.rank=8"
 SHM = ("sync.engine=shm",)
@@ -332,3 +334,50 @@ def test_an_adapter_of_the_policys_weights_is_a_set_on_its_base(folder, tmp_path
     apart = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.roles={teacher: main}")
     config = resolved_of(folder, RANK, *apart, "algorithm.name=opd", f"teacher.path={path}").config
     assert roles_on_base(config) == (), "a role with a place has a model of its own"
+
+
+VLLM = ("rollout.engine=vllm", "rollout.python=/bin/true")
+
+
+def test_vllm_gets_factors_or_merged_weights_and_the_plan_names_which(folder):
+    def faults(*args: str, model: str = "tiny") -> list[str]:
+        return [*vllm_faults(resolved_of(folder, *VLLM, *args, model=model).config, {}, {})]
+
+    apart = "served    rollout engines get the base once, then the factors of each version, unmerged"
+    merged = "served    rollout engines get all weights in each version, with the factors added in float32 and rounded"
+    url, by_merging = ("rollout.url=http://127.0.0.1:1",), "rollout.engine_options.lora_policy=merged"
+    for given, line in {
+        VLLM: apart,
+        (*VLLM, by_merging): merged,
+        ("rollout.engine=vllm", *url): merged,
+        ("rollout.engine=vllm", *url, "rollout.engine_options.max_lora_rank=8"): apart,
+        ("rollout.engine=vllm", *url, "rollout.engine_options.max_lora_rank=4"): merged,
+        (*VLLM, "sync.engine=shm", "sync.engine_options.bucket_mb=8"): merged,
+        (): apart,
+        ("cluster.backend=ray",): merged,
+    }.items():
+        assert line in render_plan(planned(folder, RANK, *given)), given
+    assert "served" not in render_plan(planned(folder))
+    wide = ("model.lora.rank=640", "model.lora.targets=[down_proj]")
+    large = faults(*wide, model="qwen")
+    assert (
+        large
+        and "rank 640, and it loads adapters of at most 512; set rollout.engine_options.lora_policy=merged" in large[0]
+    )
+    assert not faults(*wide, by_merging, model="qwen") and not faults(RANK)
+
+
+def test_ranks_of_vllm_that_would_cut_a_block_of_8_bits_are_refused(folder):
+    def faults(ranks: int) -> list[str]:
+        args = (*VLLM, "rollout.dtype=fp8", f"rollout.engine_options.tensor_parallel_size={ranks}")
+        return [*vllm_faults(resolved_of(folder, *args, model="qwen").config, {}, {})]
+
+    assert not faults(1)
+    (found,) = faults(2)
+    with pytest.raises(ValueError, match="no block of 128 ends there"):
+        cut = ("rollout.dtype=fp8", "rollout.engine_options.tensor_parallel_size=2")
+        validate(resolved_of(folder, *VLLM, *cut, model="qwen").config)
+    assert "q_proj.weight [896, 896]: a rank of 2 has 448 of 896, and no block of 128 ends there; set" in found
+    assert not cut_block("model.layers.0.mlp.down_proj.weight", (896, 4864), 2, 2)
+    assert "a rank of 4 has 1216 of 4864" in cut_block("model.layers.0.mlp.down_proj.weight", (896, 4864), 4, 2)
+    assert not cut_block("model.layers.0.self_attn.k_proj.weight", (256, 896), 8, 2), "two ranks divide it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +16,13 @@ import peft
 import pytest
 import torch
 from adapters import write_adapter
-from real_server import own_server, staged
+from real_server import PYTHON, context_of, module_at, own_server, saved, staged
 
 from verl.model_engine.lora import read_lora
-from verl.rollout.base import GenerateRequest
+from verl.rollout import vllm
+from verl.rollout.base import GenerateRequest, ServerPlace
 from verl.types import Sampling
-from verl.weight_sync.base import CheckedReader, WeightSource, checksum
+from verl.weight_sync.base import CheckedReader, SyncError, WeightSource, checksum
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.record import entry_of
 
@@ -132,5 +134,63 @@ def test_adapters_come_and_go_over_weights_that_are_published(suite: ModuleType,
             await check(module)
         finally:
             await engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.full("contracts/test_policy_factors.py, with a double; test_runs.py")
+def test_factors_of_a_policy_act_by_version_and_faults_of_them_are_caught(suite: ModuleType, tmp_path: Path) -> None:
+    module_at("test_weight_sync_contract.py", "test_weight_sync_contract")
+    of = module_at("test_policy_factors.py", "test_policy_factors")
+    of._fresh = lambda tied: suite.reference()  # type: ignore[attr-defined]
+
+    async def run() -> None:
+        place = ServerPlace(model=str(saved(suite, tmp_path / "model")), log=tmp_path / "vllm.log", python=PYTHON)
+        engine = vllm.build(vllm.Options(threads=1, max_loras=2), context_of(suite, place, lora_rank=4))
+        world, replica, version, drawn = of.FactorsWorld("shm"), of.Changed(engine, lambda source: source), 0, []
+
+        async def publish() -> Any:
+            nonlocal version
+            version += 1
+            await world.update()
+            return await world.publish([replica], version, exclusive=False, on_inflight="keep", timeout_s=300)
+
+        async def answer(name: str) -> Any:
+            """An answer; its log-probs are those of scores, which use no prefix of earlier requests."""
+            found = await engine.generate(GenerateRequest(f"{name}-{version}", IDS, GREEDY))
+            assert found.spans == ((version, 0, len(found.ids)),)
+            scored = await engine.score(np.concatenate([IDS, found.ids]))
+            assert np.abs(scored[-len(found.ids) :] - found.logprobs).max() < 1e-4
+            return found
+
+        try:
+            await engine.capabilities()  # it has started
+            whole = await publish()
+            for _ in range(2):
+                report = await publish()
+                assert report.num_bytes == of.bytes_of(world, factors=True) < whole.num_bytes / 4
+                first, again = await answer("first"), await answer("again")
+                assert (first.cached_tokens, again.cached_tokens) == (0, 32), "a prefix is one of this version"
+                drawn.append(first.logprobs)
+            assert np.abs(drawn[0] - drawn[1]).max() > 0.01
+            for name, change in of.FAULTS.items():
+                replica.change = of.Stale() if name == "stale" else change
+                if name == "stale":
+                    await publish()
+                with pytest.raises(SyncError, match="belongs to the weights another|log-probs of the canary differ"):
+                    await publish()
+                    await publish()
+                replica.change = lambda source: source
+                await publish()
+                print(name, "is caught")
+            engine.connection.process.stop()  # type: ignore[union-attr]
+            assert not engine.base
+            assert (await publish()).num_bytes == whole.num_bytes
+            await answer("restarted")
+        finally:
+            await engine.close()
+            for made in sys.modules["test_weight_sync_contract"].WORLDS:
+                made.group.close()
+                made.work.close()
 
     asyncio.run(run())

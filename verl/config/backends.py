@@ -112,7 +112,7 @@ ROLLOUT: Table = {
         traits="verl.rollout.native.options:NATIVE",
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
-    "vllm": _server("vllm", "VLLM", memory="verl.rollout.vllm:memory", faults="verl.rollout.vllm:adapter_faults"),
+    "vllm": _server("vllm", "VLLM", memory="verl.rollout.vllm:memory", faults="verl.rollout.vllm:vllm_faults"),
     "server": _server("server_url", "VERL_SERVE"),
     "sglang": _server("sglang", "SGLANG", faults="verl.rollout.sglang:router_faults"),
     "trtllm": _server("trtllm", "TRTLLM"),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from verl.bounds import Positive, PositiveInt, PositiveShare, one_of
 from verl.errors import Refused
+from verl.wire import FP8, cut_block
 
 if TYPE_CHECKING:
     from verl.config.schema import Config
@@ -124,7 +125,27 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     return ServedEngine(context, expected(), api, lambda _: _launch(python, options, context, place), able, deadlines)
 
 
-def adapter_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+def vllm_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+    """Yield the reasons why vLLM cannot have the model: as an adapter, or in blocks of 8 bits that its ranks divide."""
+    yield from _adapter_faults(config)
+    ranks = config.rollout.engine_options.get("tensor_parallel_size", 1)
+    if config.rollout.dtype == FP8 and ranks > 1 and (why := _cut_block(config.model.path, ranks)):
+        fix = "set rollout.engine_options.tensor_parallel_size=1, or rollout.dtype=bfloat16"
+        yield f"rollout.dtype=fp8 with rollout.engine_options.tensor_parallel_size={ranks}: {why}; {fix}"
+
+
+def _cut_block(path: str, ranks: int) -> str:
+    """Return why that many ranks would cut a block of the model in a folder, or "", also if it cannot be read."""
+    from verl.config.model_files import describe_model, find_model_folder, read_weight_headers
+
+    try:
+        heads, tensors = describe_model(path).kv_heads, read_weight_headers(find_model_folder(path))
+    except ValueError:
+        return ""
+    return next(filter(None, (cut_block(name, of.shape, ranks, heads) for name, of in tensors.items())), "")
+
+
+def _adapter_faults(config: Config) -> Iterator[str]:
     """Yield the reason why vLLM cannot load the adapter of a policy that LoRA trains."""
     from verl.config.adapter import TARGETS, one_projection
     from verl.config.lora_layers import served_factors
