@@ -8,7 +8,8 @@ backward, optimizer) against the same update with AdamW, in CPU time, which depe
 products of decode steps with weights in NF4 against the float32 panels of the native engine. sets: rollouts with
 LoRA sets by the native engine. publish: until the factors of a new version are live. update: an update of 8 x 2 x 128
 tokens with LoRA against one of all weights, in CPU time. step: GRPO steps with LoRA beside TRL with PEFT, of the
-quickstart's workload (with its model, whatever --size is).
+quickstart's workload (with its model, whatever --size is). learn: the quickstart's steps until LoRA has the accuracy
+that training of all weights ends with, as a multiple of its steps.
 --record writes bench/records/lora/ and this bench's part of bench/RESULTS.md from all records.
 """
 
@@ -37,6 +38,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench.lora_beside_trl import RANKS, measured_steps, ratio, seconds
+from bench.lora_learn import learned, steps_to
 from bench.report import assemble
 from bench.results import Table
 from bench.status import _clean_commit, _machine
@@ -220,6 +222,19 @@ def step(size: str) -> Iterator[Row]:
         yield Row(f"rank {rank}: TRL's step, CPU s", seconds(found, "TRL", "cpu_s"))
 
 
+def learn(size: str) -> Iterator[Row]:
+    """Yield how many steps LoRA takes to the accuracy with which the run of all weights ends, as a multiple of that
+    run's steps; and that accuracy."""
+    runs = learned()
+    _, whole = next(runs)
+    goal = whole[max(whole)]
+    yield Row("accuracy before RL", whole[min(whole)])
+    yield Row(f"accuracy after {max(whole)} steps of all weights", goal)
+    for (way, found), most in zip(runs, (1.3, 1.6), strict=True):
+        yield Row(f"{way}: steps to that accuracy against all weights", steps_to(goal, found) / max(whole), most)
+        yield Row(f"{way}: accuracy after {max(found)} steps", found[max(found)])
+
+
 # -- adapters in the rollout -------------------------------------------------------------------------------------------
 
 
@@ -342,6 +357,7 @@ PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
     "publish": publish,
     "update": update,
     "step": step,
+    "learn": learn,
 }
 """The parts by name. Each is given the size of the model."""
 

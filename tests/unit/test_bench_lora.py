@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,27 @@ def test_lora_sets_in_the_rollout_are_measured_beside_their_limits(monkeypatch: 
     monkeypatch.setattr(lora, "REPEATS", 1)
     one, eight, live = lora.sets("tiny")
     assert (one.limit, eight.limit, live.limit) == (1.15, 1.3, None) and min(one.value, eight.value, live.value) > 0
+
+
+def test_updates_with_lora_are_measured_beside_those_of_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lora, "REPEATS", 1)
+    found = [*lora.update("tiny")]
+    assert [row.limit for row in found] == [0.75, 0.75] and all(0 < row.value < math.inf for row in found)
+
+
+def test_steps_beside_trl_are_compared_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, others = ([{"cpu_s": s, "wall_s": 2 * s} for s in every] for every in ((1.0, 2.0, 9.0), (5.0, 6.0, 7.0)))
+    monkeypatch.setattr(lora, "measured_steps", lambda: iter([(8, {"verl": own, "TRL": others})]))
+    rows = [*lora.step("tiny")]
+    assert [row.value for row in rows] == [3.0, 3.0, 2.0, 6.0] and rows[0].limit == 3.0 and rows[0].met
+
+
+def test_steps_to_the_accuracy_of_all_weights_are_a_multiple_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = [("all", {0: 0.2, 5: 0.7, 10: 0.6}), ("a", {0: 0.2, 5: 0.5, 10: 0.65, 15: 0.6}), ("b", {0: 0.2, 15: 0.5})]
+    monkeypatch.setattr(lora, "learned", lambda: iter(runs))
+    before, goal, one, _, other, last = lora.learn("tiny")
+    assert (before.value, goal.value, one.value, one.limit, last.value) == (0.2, 0.6, 1.0, 1.3, 0.5)
+    assert other.value == math.inf and other.limit == 1.6 and not other.met
 
 
 def test_a_limit_that_is_missed_is_named() -> None:

@@ -239,6 +239,15 @@ def test_a_quantised_folder_is_planned_as_a_base_that_is_quantised_here(quantise
         validate(given, command)
 
 
+@each("rank, small", [(8, True), (16, True), (32, False)])
+def test_factors_below_what_is_kept_in_8_bits_are_a_warning(folder, rank, small):
+    """The longest side of a matrix of this model is 128: 32 x 128 values have moments in 8 bits."""
+    given = (f"model.lora.rank={rank}", "optim.name=adamw_8bit", "optim.lr=1e-4")
+    found = [line for line in planned(folder, *given).warnings if "it saves nothing" in line]
+    assert len(found) == small
+    assert not small or f"the largest factor has {128 * rank:,} values" in found[0]
+
+
 @pytest.mark.parametrize("name", ["muon", "apollo", "apollo_mini"])
 def test_an_optimizer_of_matrices_does_not_train_factors(folder, name):
     with pytest.raises(ValueError, match=f"optim.name={name} with model.lora: AdamW would update the factors"):

@@ -23,7 +23,7 @@ from verl.config.model_files import (
 )
 from verl.config.schema import Config
 from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
-from verl.model_engine.optimizer_table import OPTIMIZERS
+from verl.model_engine.optimizer_table import OPTIMIZERS, SMALL
 from verl.parameter_set import is_experts
 from verl.wire import FP8
 
@@ -157,6 +157,15 @@ def base_warnings(config: Config) -> Iterator[str]:
         if named and Path(named).is_dir() and not Path(named).samefile(find_model_folder(config.model.path)):
             why = f"it was trained on {named}, and is added to {config.model.path}"
             yield f"model.lora.path={spec.path}: {why}: another model, unless both have the same weights"
+
+
+def small_factors(config: Config) -> Iterator[str]:
+    """Yield a warning if every factor is smaller than what an optimizer keeps in 8 bits."""
+    if config.optim.name != "adamw_8bit" or (factors := trained_factors(config)) is None:
+        return
+    if (most := factors.rank * max(max(sides) for sides in factors.layers.values())) < SMALL:
+        why = f"the largest factor has {most:,} values, and moments of less than {SMALL:,} stay float32"
+        yield f"optim.name=adamw_8bit: {why}: it saves nothing; adamw is the same"
 
 
 def unused_lora(config: Config, command: str) -> Iterator[str]:

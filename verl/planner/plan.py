@@ -18,7 +18,14 @@ from verl.chat import parsing
 from verl.config.adapter import teacher_models
 from verl.config.cluster import roles_on_base
 from verl.config.devices import base_format, on_cuda
-from verl.config.lora_layers import TrainedFactors, base_warnings, idle_lora, served_factors, trained_factors
+from verl.config.lora_layers import (
+    TrainedFactors,
+    base_warnings,
+    idle_lora,
+    served_factors,
+    small_factors,
+    trained_factors,
+)
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
 from verl.config.schema import Config, OptimConfig
@@ -151,6 +158,7 @@ def trained_warnings(config: Config) -> Iterator[str]:
     all weights, and settings of LoRA that do nothing."""
     yield from idle_lora(config)
     yield from base_warnings(config)
+    yield from small_factors(config)
     factor, lr = OPTIMIZERS[config.optim.name].lr_factor, config.optim.lr
     if trained_by(config.model.lora) is not None and lr < LR_FACTOR * factor * OptimConfig().lr:
         usual = f"factors want about {LR_FACTOR:g} times the rate of training all weights"
