@@ -876,6 +876,12 @@ MUTANTS = (
     Mutant("checkpoint/adapter_export.py", "permute(1, 2, 0)", "permute(1, 0, 2)", LORA_TRAINING),
     Mutant("parameter_set.py", '".base_layer" if tensor == GATE_UP', '".base_layer" if tensor == DOWN', LORA_TRAINING),
     Mutant("driver/publisher.py", "able.lora_experts or not self.trained_experts", "True", FACTORS),
+    Mutant(
+        "parameter_set.py",
+        "if parameters.experts and not lora_experts:",
+        "if False:",
+        "tests/unit/test_rollout_adapters.py",
+    ),
     Mutant("rollout/native/sets.py", "mine = torch.isin(tokens, rows)", "mine = tokens >= 0", SETS),
     Mutant(
         "model_engine/lora.py", 'self._using("start" if self._start else "none")', 'self._using("trained")', LORA_RUNS

@@ -94,11 +94,12 @@ def set_of(source: object) -> ParameterSet:
     return source.parameters if isinstance(source, OfSet) else POLICY_SET
 
 
-def check_base(parameters: ParameterSet, held: str, lora_rank: int) -> None:
+def check_base(parameters: ParameterSet, held: str, lora_rank: int, lora_experts: bool) -> None:
     """Raise ValueError for a LoRA set that an engine cannot use.
 
     held: the identity of the engine's full set, "" if it is unknown
     lora_rank: the highest rank that the engine supports
+    lora_experts: it computes with factors of experts
     """
     name = f"LoRA set {parameters.id!r}"
     if not lora_rank:
@@ -107,6 +108,9 @@ def check_base(parameters: ParameterSet, held: str, lora_rank: int) -> None:
     if parameters.rank > lora_rank:
         fix = f"set rollout.engine_options.max_lora_rank to at least {parameters.rank}"
         raise ValueError(f"{name}: rank {parameters.rank} is above the engine's {lora_rank}; {fix}")
+    if parameters.experts and not lora_experts:
+        fix = "publish a set without them, or use rollout.engine=hf, or native on a CPU"
+        raise ValueError(f"{name}: it has factors of experts, which this rollout engine does not take; {fix}")
     if not held:
         raise ValueError(f"{name}: the weights under it have no identity here; publish them whole (no bucket_mb)")
     if parameters.base != held:

@@ -8,6 +8,7 @@ import torch
 from quantised import quantised_copy
 from safetensors.torch import load_file
 from small_runs import REWARD, metrics_of, small_run, tensors_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl.checkpoint.hf import HfExport
 from verl.cli import main
@@ -18,6 +19,7 @@ from verl.model_engine.merging import write_merged
 from verl.model_engine.quantised_parts import load_dequantised
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
+from verl.models import tiny
 
 LORA = ("model.lora.rank=4", "model.lora.alpha=8", "optim.lr=3e-3")
 
@@ -168,3 +170,21 @@ def test_an_adapter_as_reward_model_without_a_frozen_base_is_refused(tmp_path, t
     ):
         with pytest.raises(ValueError, match=why):
             small_run(tmp_path, tiny_model, arithmetic_data[:1], "reward.path=null", *more)
+
+
+def test_a_run_trains_sends_and_merges_factors_of_experts(tmp_path, tiny_model, arithmetic_data):
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    sizes = dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    sizes |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, pad_token_id=0)
+    torch.manual_seed(1)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, eos_token_id=tokenizer.eos_token_id))
+    base = tiny.save(model, tokenizer, tmp_path / "base")
+    small_run(tmp_path, base, arithmetic_data[:1], *LORA, "model.lora.targets=[q_proj, experts]", "run.total_steps=2")
+    found = metrics_of(tmp_path / "r")
+    adapter = tmp_path / "r" / "checkpoints" / "step_2" / "hf"
+    assert found[2]["sync/bytes"] == adapter_bytes(adapter) and found[2]["actor/grad_norm"] > 0
+    assert max(found[step]["mismatch/max_abs_dlogp"] for step in (1, 2)) < 1e-5
+    write_merged(adapter, tmp_path / "merged", "float32")
+    before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (base, tmp_path / "merged"))
+    changed = {name.rpartition("layers.")[2][2:] for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {"self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}

@@ -104,6 +104,11 @@ def test_a_rank_gathers_the_gradients_of_factors_alone(folder):
     assert lora["gradients"] == 4 * 4_399_104 // 2 and lora["optimizer states"] == 2 * lora["gradients"]
     assert lora["gathered gradients"] == 2 * 4 * 4_399_104 // 24
     assert lora["reduced embeddings"] == 0 < whole["reduced embeddings"]
+    slices = Layout(world_size=4, tensor=2)
+    half = {"factors": 4_000_000, "expert_factors": 2_000_000}
+    assert memory(model, slices, RankWork(tokens=64, **half))["gradients"] == 4 * (500_000 + 1_000_000), (
+        "tensor ranks do not divide experts"
+    )
     same = {"gathered embeddings", "gathered layers", "activations", "log-prob chunk"}
     assert {name: lora[name] for name in same} == {name: whole[name] for name in same}
 

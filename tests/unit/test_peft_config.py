@@ -24,6 +24,9 @@ def test_fields_are_the_keys_of_lora():
     }
     defaults = {"model.lora.rank": 8, "model.lora.alpha": 8, "model.lora.targets": ["all-linear"]}
     assert lora_keys(ALL) == defaults, "PEFT's defaults, which are not those of model.lora"
+    experts = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
+    assert lora_keys(experts)["model.lora.targets"] == ["mlp.experts.down_proj"]
+    assert lora_keys(ALL | {"target_parameters": ["experts.x"]})["model.lora.targets"] == ["all-linear", "experts.x"]
     assert lora_spec(ALL | {"r": 4}, 7) == LoraSpec(rank=4, alpha=8, targets=["all-linear"], seed=7)
     assert lora_spec(None, 7) is None
 
@@ -43,6 +46,7 @@ def test_what_would_train_something_else_is_refused_by_name():
         ({"layers_to_transform": [0]}, "peft_config.layers_to_transform=[0]: here: model.lora.targets"),
         ({"rank_pattern": {"q_proj": 2}}, "peft_config.rank_pattern="),
         ({"rnak": 4}, "peft_config.rnak=4: no such setting here"),
+        ({"target_parameters": ["down_proj"]}, "peft_config.target_parameters=down_proj: only experts get factors"),
         ({"task_type": "SEQ_CLS"}, "peft_config.task_type=SEQ_CLS"),
         ({"peft_type": "ADALORA"}, "peft_config.peft_type=ADALORA: plain LoRA"),
         ({"target_modules": None}, "peft_config.target_modules=None: PEFT chooses layers by the model's family"),

@@ -210,6 +210,11 @@ def test_a_set_that_does_not_fit_is_refused_before_the_server_sees_it(base: Path
             ValueError, match="rank 7 is above the engine's 6; set rollout.engine_options.max_lora_rank to at"
         ):
             await engine.load_weights(version_of(large, base, 1))
+        given = version_of(good, base, 1).source
+        targets = ("model.layers.0.mlp.experts.down_proj",)
+        experts = CheckedReader(replace(given, parameters=replace(given.parameters, targets=targets)))
+        with pytest.raises(ValueError, match="LoRA set 'a': it has factors of experts, which this rollout engine does"):
+            await engine.load_weights(experts)
         with pytest.raises(
             ValueError, match="LoRA set 'a' belongs to the weights X, and the engine has W; publish it again"
         ):

@@ -64,7 +64,7 @@ def by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def _can_group(weights: Tensor) -> bool:
     """Return True if torch multiplies all experts in one call: its rows are aligned, and its dtypes and devices few."""
     aligned = all(size * weights.itemsize % _ALIGNED_BYTES == 0 for size in weights.shape[1:])
-    if weights.dtype not in _GROUPED or not aligned:
+    if weights.dtype not in _GROUPED or not aligned or weights.device.type not in ("cpu", "cuda"):
         return False
     return weights.device.type == "cpu" or torch.cuda.get_device_capability(weights.device) >= (8, 0)
 

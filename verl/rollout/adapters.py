@@ -67,7 +67,9 @@ class ServerAdapters:
     async def load(self, source: WeightReader, mode: PauseMode) -> int:
         """Make a version of a LoRA set live and return it, as `make_live` does."""
         parameters = set_of(source)
-        check_base(parameters, self._connection.identity, self._connection.able.lora_rank)
+        check_base(
+            parameters, self._connection.identity, self._connection.able.lora_rank, self._connection.able.lora_experts
+        )
         folder = await self.written(parameters, source.tensors())
         began = time.perf_counter()
         await self.make_live(parameters, source.version, folder, mode)

@@ -89,7 +89,12 @@ class ServerUpdates:
         if policy.parameters.whole:
             return None
         connection = self._connection
-        check_base(policy.parameters, policy.identity or connection.identity, connection.able.lora_rank)
+        check_base(
+            policy.parameters,
+            policy.identity or connection.identity,
+            connection.able.lora_rank,
+            connection.able.lora_experts,
+        )
         await asyncio.to_thread(policy.read)
         return await self._adapters.written(policy.parameters, policy.factors.items())
 

@@ -43,7 +43,10 @@ def lora_keys(peft_config: Any) -> dict[str, Any]:
     for name, value in fields.items():
         if value and name not in _READ and name not in _CHECKED and name not in _NO_EFFECT:
             raise Refused(f"peft_config.{name}={value}: {_instead(name)}")
-    targets = _layers(fields.get("target_modules"))
+    targets = _layers(fields.get("target_modules")) + (experts := _layers(fields.get("target_parameters")))
+    if strange := [name for name in experts if "experts" not in name]:
+        why = "only experts get factors beside linear layers; give names as mlp.experts.down_proj"
+        raise Refused(f"peft_config.target_parameters={strange[0]}: {why}")
     if not targets:
         why = "PEFT chooses layers by the model's family, and some have no choice"
         raise Refused(f"peft_config.target_modules={fields.get('target_modules')}: {why}; name them, or all-linear")
@@ -76,7 +79,7 @@ def lora_spec(peft_config: Any, seed: int) -> LoraSpec | None:
     return LoraSpec(**{key.rpartition(".")[2]: value for key, value in lora_keys(peft_config).items()}, seed=seed)
 
 
-_READ = ("r", "lora_alpha", "use_rslora", "target_modules", "exclude_modules")
+_READ = ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules")
 _INIT = "init_lora_weights"
 _CHECKED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {

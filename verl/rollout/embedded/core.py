@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -99,9 +99,18 @@ class TakesSets(Protocol):
         ...
 
 
-def set_abilities(runner: object) -> dict[str, int]:
-    """Return the capabilities of a runner that are about LoRA sets, by name."""
-    return {"lora_rank": runner.lora_rank, "lora_experts": runner.lora_experts} if isinstance(runner, TakesSets) else {}
+class SetAbilities(TypedDict):
+    """The capabilities of a runner that are about LoRA sets."""
+
+    lora_rank: int
+    lora_experts: bool
+
+
+def set_abilities(runner: object) -> SetAbilities:
+    """Return the abilities of a runner with LoRA sets; one that takes none has rank 0."""
+    if isinstance(runner, TakesSets):
+        return {"lora_rank": runner.lora_rank, "lora_experts": runner.lora_experts}
+    return {"lora_rank": 0, "lora_experts": False}
 
 
 class Runner(Protocol):
@@ -306,7 +315,7 @@ class EngineCore:
         policy = PolicyReader(source)
         if not policy.parameters.whole:
             held = policy.identity or self.identity
-            check_base(policy.parameters, held, self.runner.lora_rank if isinstance(self.runner, TakesSets) else 0)
+            check_base(policy.parameters, held, **set_abilities(self.runner))
         return policy
 
     def _now(self, policy: PolicyReader) -> int:
@@ -332,7 +341,7 @@ class EngineCore:
     def load_set(self, source: WeightReader) -> int:
         """Read a version of a LoRA set and make it live. Later tokens of its requests have the new version."""
         parameters, runner = set_of(source), self.runner
-        check_base(parameters, self.identity, runner.lora_rank if isinstance(runner, TakesSets) else 0)
+        check_base(parameters, self.identity, **set_abilities(runner))
         assert isinstance(runner, TakesSets)
         tensors = {name: t.detach().clone() for name, t in source.tensors() if isinstance(t, Tensor)}
         runner.add_set(parameters, tensors)
