@@ -84,6 +84,7 @@ QUANTISED = "tests/numerics/test_quantised_training.py"
 LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
 CODES, HEAD = "tests/unit/test_native_codes.py", "tests/numerics/test_linear_logprob.py"
 MEDIA, VISION = "tests/unit/test_media.py", "tests/numerics/test_vision.py"
+SEEN = "tests/numerics/test_image_rollout.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
 VLLM_LINES = "tests/unit/test_rollout_vllm.py"
 AWAY = "tests/numerics/test_offload_pinned.py"
@@ -667,10 +668,14 @@ MUTANTS = (
     Mutant("media_tokens.py", "number[medium]", "medium", PACK),
     Mutant("models/multimodal.py", "now += length", "now += b - a", VISION),
     Mutant("models/multimodal.py", "now = int(after[parent]) if parent >= 0 else 0", "now = 0", VISION),
-    Mutant("model_engine/vision.py", "first[medium.clamp(min=0)] + feature", "first[medium.clamp(min=0)]", VISION),
+    Mutant(
+        "rollout/embedded/hf_runner.py", "self._mask[index], self._shift[index]", "self._mask[index], self._shift", SEEN
+    ),
+    Mutant("rollout/embedded/hf_images.py", "positions[..., -1].amax(0) + 1", "positions[0, :, -1] + 1", SEEN),
+    Mutant("nn/vision.py", "first[medium.clamp(min=0)] + feature", "first[medium.clamp(min=0)]", VISION),
     Mutant("models/pictures.py", "self._kept.move_to_end(reference)", "pass", "tests/unit/test_pictures.py"),
     Mutant("models/pictures.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
-    Mutant("model_engine/vision.py", "if deeper:", "if not deeper:", VISION),
+    Mutant("nn/vision.py", "if deeper:", "if not deeper:", VISION),
     Mutant("nn/fp8.py", "values.float() * by_row(scales, rows)", "values.float() / by_row(scales, rows)", BLOCKS),
     Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),
     Mutant("nn/fp8.py", "if halves:", "if False:", BLOCKS),

@@ -45,7 +45,7 @@ class Engine:
 
     async def generate(self, request: GenerateRequest) -> Completion:
         request_id, prompt_ids, sampling = request.id, request.prompt_ids, request.sampling
-        assert (request.prefix_key, request.parameters, request.media) == ("g1", "policy", ("picture",))
+        assert (request.prefix_key, request.parameters, request.media) == ("g1", "policy", (Medium("picture", 0, 1),))
         self.asked.append((prompt_ids.tolist(), sampling))
         if request_id == "lost":
             raise ReplicaLost("the machine is gone")

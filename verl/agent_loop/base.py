@@ -220,7 +220,7 @@ class ServerManager:
 
     def request(self, request_id: str, ids: np.ndarray, sampling: Sampling) -> GenerateRequest:
         """Return a request to the engine, with the prefix key, the parameter set and the media of this trajectory."""
-        key, parameters, media = self.prefix_key, self.parameters, tuple(m.reference for m in self.media)
+        key, parameters, media = self.prefix_key, self.parameters, self.media
         return GenerateRequest(request_id, ids, sampling, prefix_key=key, parameters=parameters, media=media)
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:

@@ -189,7 +189,8 @@ async def _started(
     """Start the rollout engines. Return the engine that receives all requests, and the engines that it passes them to:
     itself, or the replicas of a router. A single engine that may be lost gets a router too."""
     parts, peers, count = (config, tokenizer, context.devices["rollout"]), context.peers, config.rollout.replicas
-    starts = [partial(context.cluster.replica, i, rollout_engine, (*parts, i, peers)) for i in range(count)]
+    media = context.queue.media
+    starts = [partial(context.cluster.replica, i, rollout_engine, (*parts, i, peers, media)) for i in range(count)]
     rollout: RolloutEngine
     if count == 1 and not traits_of(config.rollout.engine).server:
         rollout = starts[0]()

@@ -22,9 +22,12 @@ from verl.driver.reporter import Reporter
 from verl.driver.rollouts import RolloutManager
 from verl.driver.setup import decoder, max_context_tokens, stop_ids, torch_dtype
 from verl.errors import Refused
+from verl.models.families import family_of
+from verl.models.pictures import Pictures
 from verl.rollout.base import Peers, RolloutContext, RolloutEngine
 from verl.rollout.router import Router
 from verl.rollout.supervisor import Start
+from verl.transfer_queue.base import MediaStore
 from verl.wire import FP8
 
 
@@ -61,12 +64,20 @@ def fleet_of(
 
 
 def rollout_engine(
-    config: Config, tokenizer: Any, device: str, replica: int = 0, peers: Peers | None = None
+    config: Config,
+    tokenizer: Any,
+    device: str,
+    replica: int = 0,
+    peers: Peers | None = None,
+    media: MediaStore | None = None,
 ) -> RolloutEngine:
     """Build a rollout engine from the config.json of the model folder, since the trainer changes the attention in its
-    own copy. replica: the number of the server."""
+    own copy. replica: the number of the server. media: the content of the images of prompts."""
     r = config.rollout
     hf_config = exact_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    pictures = None
+    if media is not None and family_of(hf_config) is not None:
+        pictures = Pictures(Path(config.model.path), media)
     context = RolloutContext(
         hf_config=hf_config,
         max_context_tokens=max_context_tokens(config, hf_config),
@@ -80,5 +91,6 @@ def rollout_engine(
         float32_head=config.model.head_dtype == "float32",
         lora_rank=factors.rank if (factors := served_factors(config)) else 0,
         place=server_place(config, replica, peers or Peers()),
+        pictures=pictures,
     )
     return import_object(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)

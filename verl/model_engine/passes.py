@@ -27,7 +27,6 @@ from verl.model_engine.local_model import LocalModel
 from verl.model_engine.objective import reduce_terms
 from verl.model_engine.pending import Pending, read_pending
 from verl.model_engine.sharded_copy import ShardedCopy
-from verl.model_engine.vision import Vision
 from verl.models.families import family_of
 from verl.nn import attention
 from verl.nn.compiled import CompiledLayers
@@ -36,6 +35,7 @@ from verl.nn.fused import fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.precision import computing_in, rounded, rounded_weight
 from verl.nn.quant_linear import computing_with
+from verl.nn.vision import Vision
 from verl.objective import Term
 
 VALUE_OUTPUTS = ("values", "scores")
@@ -257,8 +257,7 @@ class Passes:
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
         plan = attention.plan_attention(batch, self.local.device)
-        positions = batch.positions if self._vision is None else self._vision.positions(batch.positions)
-        return self._states(batch.ids, positions, plan, batch.media)
+        return self._states(batch.ids, batch.positions, plan, batch.media)
 
     def _states(
         self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, media: MediaTokens | None = None

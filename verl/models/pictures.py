@@ -4,6 +4,7 @@ within a number of bytes. Pillow alone is needed, not torchvision."""
 from __future__ import annotations
 
 import io
+import threading
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -62,7 +63,7 @@ def image_processor(folder: Path) -> Any:
 
 class Pictures:
     """The processed images of a model, by reference. Each is decoded and processed when it is first read; those that
-    were read last are kept.
+    were read last are kept. Any thread may call.
 
     folder: the model · store: the content of the images · max_bytes: the size of those that are kept"""
 
@@ -70,10 +71,11 @@ class Pictures:
         self._folder, self._store, self._max_bytes = folder, store, max_bytes
         self._processor: Any = None
         self._kept: OrderedDict[str, Picture] = OrderedDict()
-        self.kept_bytes = 0
+        self.kept_bytes, self._lock = 0, threading.Lock()
 
     def of(self, references: Iterable[str]) -> dict[str, Picture]:
-        return {reference: self._one(reference) for reference in references}
+        with self._lock:
+            return {reference: self._one(reference) for reference in references}
 
     def _one(self, reference: str) -> Picture:
         if reference in self._kept:

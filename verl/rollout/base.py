@@ -14,7 +14,7 @@ import numpy as np
 
 from verl.errors import Refused
 from verl.parameter_set import POLICY_SET
-from verl.types import Sampling, StopReason, as_ids
+from verl.types import Medium, Sampling, StopReason, as_ids
 from verl.wire import AS_HELD, WireFormat
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ OnTokens = Callable[[np.ndarray, np.ndarray], object]  # ids [t] int64, log-prob
 
 
 class ReplicaLost(RuntimeError):
-    """Raised if an engine has died or its answers are no longer valid. The same request may be sent to another
-    engine."""
+    """Raised if an engine has died or its answers are no longer valid. Another engine may get the same request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +226,8 @@ class RolloutContext:
     """The rank of the policy's LoRA factors, if it is served as a base and factors; else 0."""
     place: ServerPlace | None = None
     """The place of the server, for an engine that is one."""
+    pictures: Any = None
+    """The `Pictures` from which an engine of this process reads images; None: it takes none."""
 
     def __post_init__(self) -> None:
         check_positive(max_context_tokens=self.max_context_tokens)
@@ -240,7 +241,7 @@ def check_positive(**sizes: int) -> None:
             raise Refused(f"{name}={value}: must be at least 1")
 
 
-def check_inputs(able: Capabilities, what: str, parameters: str, media: Sequence[str]) -> None:
+def check_inputs(able: Capabilities, what: str, parameters: str, media: Sequence[object]) -> None:
     """Raise ValueError for a LoRA set or media that the engine does not take."""
     if parameters != POLICY_SET.id and not able.lora_rank:
         raise ValueError(f"{what}: adapter={parameters!r}, but this rollout engine loads no adapters; leave it out")
@@ -266,8 +267,7 @@ def checked_ids(what: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def check_request(request: GenerateRequest, running: Container[str], *, max_context_tokens: int, decodes: bool) -> None:
-    """Raise ValueError for an id that is in use, a prompt without room for an answer, and stop strings without a
-    decode function."""
+    """Raise ValueError for an id in use, a prompt without room for an answer, stop strings without decode function."""
     if request.id in running:
         raise ValueError(f"request_id={request.id!r} is already running: every call needs its own id")
     if not 0 < len(request.prompt_ids) < max_context_tokens:
@@ -371,8 +371,8 @@ class GenerateRequest:
     """Requests with the same key have a common prompt. A router sends them to one replica."""
     parameters: str = POLICY_SET.id
     """The id of the parameter set that samples: the policy's, or that of a published LoRA set on top of it."""
-    media: tuple[str, ...] = ()
-    """Content hashes of images, in the order of the prompt."""
+    media: tuple[Medium, ...] = ()
+    """The images of the prompt, with their places in it."""
     begun: PartialAnswer | None = None
     """The beginning of the answer, from engines that were lost: the engine continues it. When the call ends, also with
     an error, it contains the tokens with a certain version. Only for an engine that can continue answers."""

@@ -150,6 +150,6 @@ class ServedEngine(BaseEngine):
         self.connection.check_alive()
         await self.start.up()
 
-    def _check_inputs(self, what: str, parameters: str, media: Sequence[str]) -> None:
+    def _check_inputs(self, what: str, parameters: str, media: Sequence[object]) -> None:
         self.connection.check_alive()
         check_inputs(self.connection.able, what, parameters, media)

@@ -8,8 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from verl.rollout.base import GenerateRequest, check_request, checked_ids
-from verl.rollout.embedded.core import Runner
-from verl.types import as_ids
+from verl.rollout.embedded.core import ReadsImages, Runner
+from verl.types import Segment, as_ids
+
+
+def reads_images(runner: Runner) -> bool:
+    """Return True if prompts of the runner may have images."""
+    return isinstance(runner, ReadsImages) and runner.reads_images
 
 
 class InputChecks:
@@ -25,6 +30,9 @@ class InputChecks:
         request = replace(request, prompt_ids=self._ids(request.id, request.prompt_ids))
         room = self._runner.max_context_tokens
         check_request(request, running, max_context_tokens=room, decodes=self._decodes)
+        if request.media and isinstance(self._runner, ReadsImages):
+            Segment(ids=request.prompt_ids, source="prompt", media=request.media)  # it checks the places
+            self._runner.read_images(request.media)
         return request
 
     def scored(self, ids: np.ndarray, temperature: float, top: int) -> np.ndarray:

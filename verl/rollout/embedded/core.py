@@ -20,6 +20,7 @@ from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, check_
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
 from verl.rollout.policy_reader import PolicyReader
+from verl.types import Medium
 from verl.wire import WireFormat
 
 Finished = tuple[ActiveRequest, Completion]
@@ -111,6 +112,18 @@ def set_abilities(runner: object) -> SetAbilities:
     if isinstance(runner, TakesSets):
         return {"lora_rank": runner.lora_rank, "lora_experts": runner.lora_experts}
     return {"lora_rank": 0, "lora_experts": False}
+
+
+@runtime_checkable
+class ReadsImages(Protocol):
+    """A `Runner` that may compute prompts with images."""
+
+    reads_images: bool
+
+    def read_images(self, media: Sequence[Medium]) -> None:
+        """Read the images of a prompt, in any thread. Raise ValueError for one that cannot be read, or that has another
+        number of tokens than its placeholders."""
+        ...
 
 
 class Runner(Protocol):

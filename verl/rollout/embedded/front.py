@@ -35,7 +35,7 @@ from verl.rollout.base import (
     capabilities_of,
     check_inputs,
 )
-from verl.rollout.embedded.checks import InputChecks
+from verl.rollout.embedded.checks import InputChecks, reads_images
 from verl.rollout.embedded.core import EngineCore, Finished, ReadsFormat, Runner, set_abilities
 from verl.rollout.embedded.load_thread import LoadThread
 from verl.rollout.embedded.requests import ActiveRequest, News
@@ -61,8 +61,8 @@ class EmbeddedEngine(BaseEngine):
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
         self._runner, self._checks = runner, InputChecks(runner, decodes=context.decode is not None)
         form = runner.weight_format if isinstance(runner, ReadsFormat) else AS_HELD
-        ends = context.decode is not None
-        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, stop_strings=ends, fp8=context.fp8, codes=form.codes)
+        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, fp8=context.fp8, codes=form.codes)
+        traits = replace(traits, stop_strings=context.decode is not None, media=reads_images(runner))
         self._capabilities = capabilities_of(
             traits,
             max_context_tokens=context.max_context_tokens,
@@ -109,7 +109,7 @@ class EmbeddedEngine(BaseEngine):
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
     ) -> np.ndarray:
-        check_inputs(self._capabilities, "score", parameters, media)
+        check_inputs(replace(self._capabilities, media=False), "score", parameters, media)
         return (await self._scored(ids, temperature, 0, parameters)).logprobs
 
     async def score_top(self, ids: np.ndarray, top: int) -> Scores:

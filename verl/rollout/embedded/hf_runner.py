@@ -14,16 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.models.families import auto_class
+from verl.models.families import auto_class, family_of
 from verl.nn.lora import LowRank, low_ranks, with_low_ranks
 from verl.nn.rope import fix_rope
+from verl.nn.vision import Vision
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import RolloutContext, Scores, WeightReader, check_positive
 from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled, check_context
+from verl.rollout.embedded.hf_images import check_images, image_prompts
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import sample, score_logits, scores_of, to_host
 from verl.rollout.weight_format import format_of_module
+from verl.types import Medium
 from verl.wire import WireFormat
 
 
@@ -45,6 +48,12 @@ class HfRunner:
         if module is not None:
             fix_rope(module, self.max_context_tokens)
         self._arguments: frozenset[str] = frozenset()  # parameters of the module's forward
+        self._family, self._pictures = family_of(context.hf_config), context.pictures
+        self.reads_images = self._family is not None and self._pictures is not None
+        self._vision: Vision | None = None
+        self._shift = torch.zeros(
+            0, dtype=torch.int64
+        )  # [rows] what images add to the positions of the tokens after them
         self._cache: Any = None  # transformers.Cache of the resident rows
         self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
         self.lora_rank = int(text.hidden_size)
@@ -94,6 +103,8 @@ class HfRunner:
                 live.data = fresh[id(live)].into
             self._module, self._loaded = module, True
             self._arguments = frozenset(inspect.signature(module.forward).parameters)
+            if self._family is not None:
+                self._vision = Vision(module, self._family, self._pictures)
 
         return switch
 
@@ -118,6 +129,7 @@ class HfRunner:
         """Admit a new batch after the last one has ended: the first waiting requests, of one parameter set, as many as
         fit in `max_prefill_tokens` when padded to the longest of them, at least one."""
         prompts: list[np.ndarray] = []
+        taken: list[ActiveRequest] = []
         longest = 0
         if resident:
             return None
@@ -129,6 +141,7 @@ class HfRunner:
             if prompts and longest * (len(prompts) + 1) > self._max_prefill_tokens:
                 break
             prompts.append(request.context())
+            taken.append(request)
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # [n, T], left-padded; a masked id has no effect
         mask = torch.zeros_like(ids)
@@ -137,7 +150,11 @@ class HfRunner:
             mask[row, width - len(prompt) :] = 1
         self._cache, self._mask = None, mask.to(self._device)
         self._counts["prefill_tokens"] += int(mask.sum())
-        logits = self._forward(ids.to(self._device), (self._mask.cumsum(-1) - 1).clamp_(min=0))
+        inputs: dict[str, Any] = {"input_ids": ids.to(self._device)}
+        positions, self._shift = (self._mask.cumsum(-1) - 1).clamp_(min=0), self._mask.new_zeros(len(prompts))
+        if self._vision is not None:
+            inputs, positions, self._shift = image_prompts(self._vision, taken, inputs["input_ids"], mask.bool())
+        logits = self._forward(inputs, positions)
         return Admitted([0] * len(prompts), lambda sampling: to_host(*sample(logits, sampling)))
 
     @torch.inference_mode()
@@ -146,18 +163,31 @@ class HfRunner:
         self._mask = torch.cat([self._mask, self._mask.new_ones(n, 1)], dim=1)
         ids, at = (torch.from_numpy(column)[:, None].to(self._device) for column in (rows.tokens, rows.positions))
         self._counts["decode_tokens"] += n
-        return partial(to_host, *sample(self._forward(ids, at), rows.sampling))
+        at = at + self._shift[:, None]
+        if self._vision is not None:
+            at = self._vision.positions(at)
+        return partial(to_host, *sample(self._forward({"input_ids": ids}, at), rows.sampling))
 
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Compute ids at positions, both [n, t], and return the logits [n, V] after the last id of each row."""
+    def read_images(self, media: Sequence[Medium]) -> None:
+        check_images(self._config, self._pictures, media)
+
+    def _forward(self, inputs: Mapping[str, Any], positions: Tensor) -> Tensor:
+        """Compute inputs [n, t] at positions [..., n, t], and return the logits [n, V] after the last one of each
+        row."""
         assert self._module is not None
+        module: Any = self._module
         options = {"position_ids": positions, "logits_to_keep": 1}
         known = {name: value for name, value in options.items() if name in self._arguments}
         cache = {"past_key_values": self._cache, "use_cache": True}
         with self._with_set(self._resident):
-            out = self._module(input_ids=ids, attention_mask=self._mask, **cache, **known)
+            if self._vision is None:
+                out = module(**inputs, attention_mask=self._mask, **cache, **known)
+                logits: Tensor = out.logits[:, -1]
+            else:
+                out = self._vision.language(**inputs, attention_mask=self._mask, position_ids=positions, **cache)
+                logits = module.get_output_embeddings()(out.last_hidden_state[:, -1])
         self._cache = out.past_key_values
-        return out.logits[:, -1]
+        return logits
 
     @torch.inference_mode()
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
@@ -165,7 +195,7 @@ class HfRunner:
         order[holes] = sources
         index = torch.from_numpy(order).to(self._device)
         self._cache.batch_select_indices(index)
-        self._mask = self._mask[index]
+        self._mask, self._shift = self._mask[index], self._shift[index]
 
     @torch.inference_mode()
     def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:

@@ -12,12 +12,12 @@ import numpy as np
 
 from verl.rollout.base import Completion, DecodeFn, GenerateRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, stream_of
-from verl.types import StopReason
+from verl.types import Medium, StopReason
 
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # shared, since nothing can be written into them
-PromptKey = tuple[str, tuple[str, ...], bytes]  # parameter set, media hashes, bytes of the ids
+PromptKey = tuple[str, tuple[Medium, ...], bytes]  # parameter set, media, bytes of the ids
 
 
 @dataclass(slots=True, eq=False)

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.rollout.embedded.requests import PromptKey
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.options import KEPT_KV_BYTES
+from verl.types import Medium
 
 Count = TypeVar("Count", int, np.ndarray)
 GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
@@ -126,7 +127,7 @@ class Prefix:
     def nbytes(self) -> int:
         return self.kv.nbytes + self.hidden.nbytes
 
-    def heads(self) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
+    def heads(self) -> Iterator[tuple[str, tuple[Medium, ...], int, int]]:
         """Yield (set, media, length, hash) of each beginning from which it can be continued, its whole length
         included."""
         if len(self.ids) >= MIN_REUSE:
@@ -145,7 +146,7 @@ class PrefixStore:
 
     def clear(self) -> None:
         self._entries: OrderedDict[PromptKey, Prefix] = OrderedDict()
-        self._heads: dict[tuple[str, tuple[str, ...], int, int], Prefix] = {}
+        self._heads: dict[tuple[str, tuple[Medium, ...], int, int], Prefix] = {}
         self._lengths: Counter[int] = Counter()  # lengths of the heads
         self.tokens = self.nbytes = 0
 

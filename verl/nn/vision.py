@@ -28,22 +28,25 @@ class Vision:
         self.language: Any = self._base.get_submodule(family.language)
 
     def filled(self, batch: Batch) -> Batch:
-        """Return the batch of one pass with the content of its media, and the positions that follow from it."""
-        if batch.media is None or batch.media.pictures:
+        """Return the batch of one pass with the content of its media, and positions [axes, T]."""
+        if batch.media is None:
+            one_axis = batch.positions.dim() == 1
+            return replace(batch, positions=self.positions(batch.positions)) if one_axis else batch
+        if batch.media.pictures:
             return batch
         if self._pictures is None:
             raise ValueError(f"a batch has {len(batch.media.references)} media, and this engine has no store of them")
         return with_pictures(batch, self._pictures.of(batch.media.references), self._config)
 
     def positions(self, positions: Tensor) -> Tensor:
-        """Return positions [axes, ..., T] of positions [T] of text, or of [axes, ..., T]."""
-        return positions if positions.dim() > 1 else positions.expand(self._axes, -1)
+        """Return the positions of tokens on all axes, [axes, ..., T], from those of text, [..., T]."""
+        return positions.expand(self._axes, *positions.shape)
 
     def padded(self, flat: Batch, place: Tensor) -> tuple[MediaTokens | None, Tensor]:
         """Return the media and the positions [axes, R, W] of padded rows. flat: the batch with one segment per row;
         place [R, W]: True where a token is, False at padding."""
         positions = torch.zeros((self._axes, *place.shape), dtype=torch.int64)
-        positions[:, place] = self.positions(flat.positions)
+        positions[:, place] = flat.positions
         if flat.media is None:
             return None, positions
         medium, feature = torch.full(place.shape, -1), torch.zeros(place.shape, dtype=torch.int64)
