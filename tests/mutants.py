@@ -888,9 +888,7 @@ MUTANTS = (
         "tests/unit/test_rollout_adapters.py",
     ),
     Mutant("rollout/native/sets.py", "mine = torch.isin(tokens, rows)", "mine = tokens >= 0", SETS),
-    Mutant(
-        "model_engine/lora.py", 'self._using("start" if self._start else "none")', 'self._using("trained")', LORA_RUNS
-    ),
+    Mutant("model_engine/lora.py", '"none" if self._spec.path is None else "trained")', '"trained")', LORA_RUNS),
     Mutant(
         "model_engine/local_model.py", "is_factor(name) or name.startswith", "True or name.startswith", LORA_TRAINING
     ),

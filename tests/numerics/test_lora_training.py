@@ -426,6 +426,9 @@ def test_an_adapter_on_the_policys_base_computes_as_one_in_a_model_of_its_own(tm
         held = {p.data_ptr() for n, p in policy.model.named_parameters() if not is_factor(n)}
         assert held == {p.data_ptr() for n, p in ours.model.named_parameters() if not is_factor(n)}, "one base"
         assert ours.check_packing(share_prefix=True) < 1e-3
+        assert not ours.local.lora._start, "a frozen set is in memory once"
+        found = [ours.infer(batch, (output,), start=start)[output] for start in (True, False)]
+        assert torch.equal(*found)
         if head == "lm":
             assert (expected - start).abs().max() > 0.01
     with pytest.raises(Refused, match="lm: no score.weight in its weights: a language model"):

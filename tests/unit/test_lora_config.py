@@ -126,8 +126,10 @@ def test_an_exclude_that_names_no_layer_is_a_warning(folder):
 
 
 def test_an_adapter_that_training_starts_from_has_its_own_size(folder, tmp_path):
-    plan = planned(folder, f"model.lora.path={adapter(tmp_path / 'a')}")
+    plan, whole = (planned(folder, *more) for more in ((f"model.lora.path={adapter(tmp_path / 'a')}",), ()))
     assert plan.factors.parameters == 2 * 4 * 128 and plan.factors.rank == 4
+    weights, base = (one.memory.items["master weights"] for one in (plan, whole))
+    assert weights - base == 2 * 4 * plan.factors.parameters, "those of the start are kept"
 
 
 @each("args, low", [((RANK,), True), ((RANK, "optim.lr=9e-6"), True), ((RANK, "optim.lr=1e-5"), False), ((), False)])

@@ -127,7 +127,7 @@ class LoraLayers:
     def at_start(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes as before training: with the adapter that it started from, if
         there is one, else with its own weights only."""
-        return self._using("start" if self._start else "none")
+        return self._using("start" if self._start else "none" if self._spec.path is None else "trained")
 
     @contextmanager
     def _using(self, which: Factors) -> Iterator[None]:
@@ -152,7 +152,8 @@ class LoraLayers:
                 mine, index = part_and_place(p)
                 if own in self._start:
                     mine.copy_(self._start[own][index])
-                    start[own] = computed(p, self._start[own])
+                    if p.requires_grad:  # a frozen set stays as it starts
+                        start[own] = computed(p, self._start[own])
                 elif name.endswith(B):
                     mine.zero_()
                 else:

@@ -121,6 +121,8 @@ def role_items(
         publishes=role == "actor",
     )
     items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))
+    if role == "actor" and factors and config.model.lora.get("path"):
+        items["weights"] += 4 * factors.parameters  # the factors of the start, whole
     if role == "actor" and (head := _teachers_head(config, [*teachers.values()])):
         items["teacher's head"] = head
     return items
