@@ -77,6 +77,8 @@ TERMS = "tests/numerics/test_preference_terms.py"
 MOVED = "tests/unit/test_moved.py tests/e2e/test_older_runs.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
+NOISE = "tests/numerics/test_native_noise.py"
+NOISE_RUN = "tests/e2e/test_lora.py::test_answers_under_noise_are_recorded_and_corrected_and_evaluated_without_it"
 SETS, NATIVE_SETS = "tests/contracts/test_weight_sync_contract.py", "tests/numerics/test_native_sets.py"
 LORA, LORA_KEYS = "tests/unit/test_lora_config.py", "tests/unit/test_compat_lora.py"
 LORA_TRAINING, LORA_EXPORT = "tests/numerics/test_lora_training.py", "tests/e2e/test_lora_export.py"
@@ -345,7 +347,7 @@ MUTANTS = (
     Mutant("data/render.py", "if len(ids) > self.longest else", "if False else", FEEDBACK),
     Mutant("driver/trajectories.py", "math.floor(draw * share + start)", "math.floor(draw * share)", STORED),
     Mutant("driver/step.py", "replace(r, copies=n) if r.stored else r", "r", STORED),
-    Mutant("driver/step.py", "drawn = rows.sampled()", "drawn = rows", STORED),
+    Mutant("driver/step.py", "drawn: Refs = rows.sampled()", "drawn: Refs = rows", STORED),
     Mutant("driver/step.py", "if rewarded := refs.rewarded():", "if rewarded := refs:", STORED),
     Mutant("transfer_queue/rows.py", 'if code == _CODE["sampled"]:', "if True:", STORED),
     Mutant("workers/compute.py", "(r.stored or r.reward == r.reward)", "r.reward == r.reward", STORED),
@@ -958,6 +960,16 @@ MUTANTS = (
     Mutant("rollout/native/sets.py", "pairs=half if i < one.rotated else 0", "pairs=0", NATIVE_SETS),
     Mutant("accel/cpu/kernels.py", "crc32(view[whole:], int(state[0]))", "crc32(view[whole:], 0)", CRC),
     Mutant("rollout/native/sets.py", "into_a.zero_()", "pass", NATIVE_SETS),
+    Mutant("rollout/native/noise.py", "one.noisy if acts else one.clean", "one.noisy", NOISE),
+    Mutant("rollout/native/runner.py", "        self._use_noise(False)\n", "", NOISE),
+    Mutant("rollout/native/runner.py", " or request.explores != self._explores", "", NOISE),
+    Mutant("rollout/embedded/requests.py", "self.explores, self.context()", "False, self.context()", NOISE),
+    Mutant("rollout/embedded/requests.py", " and self.given.parameters == POLICY_SET.id", "", NOISE),
+    Mutant("rollout/noise.py", '"noise", version, name', '"noise", name', NOISE),
+    Mutant(
+        "config/noise.py", "correction.form is not None or correction.bypass", "True", "tests/unit/test_config_load.py"
+    ),
+    Mutant("driver/step.py", "Refs(r for r in drawn if r.noise_sigma > 0)", "Refs()", NOISE_RUN),
     Mutant("nn/lora.py", "one.b.to(x), scale)", "one.b.to(x), 2 * scale)", SETS),
     Mutant("rollout/replica.py", "        of.sets.clear()\n", "", "tests/unit/test_rollout_adapters.py"),
     Mutant("rollout/wrapper.py", "        await asyncio.wait({self._publish})\n", "", SETS),

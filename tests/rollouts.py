@@ -22,6 +22,7 @@ from verl.rollout.embedded.sampler import SamplingMetadata
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
 from verl.rollout.native.runner import NativeRunner
+from verl.rollout.noise import NoiseSchedule
 
 
 def context_of(config: Any, rows: int = 16, **given: Any) -> RolloutContext:
@@ -52,6 +53,7 @@ def native_core(
     lanes: int = 1,
     layout: str | None = None,
     fp8: bool = False,
+    noise: NoiseSchedule | None = None,
     **rest: Any,
 ) -> EngineCore:
     """Return the synchronous native engine with `weights` as version 0; `rest` are arguments of the runner."""
@@ -59,6 +61,7 @@ def native_core(
         max_prefill_tokens=max_prefill_tokens, prefix_cache_tokens=prefix_cache_tokens, max_kv_tokens=max_kv_tokens
     )
     known = {"max_context_tokens": max_context_tokens, "dtype": dtype, "deterministic": deterministic, "fp8": fp8}
+    known |= {"noise": noise}
     context = context_of(config, rows, **known)
     products = None if layout is None else products_of(layout)
     core = EngineCore(NativeRunner(options, context, lanes=lanes, products=products, **rest), (), None)

@@ -87,6 +87,7 @@ COLUMNS = (
     Column(name="side/turn", dtype="int64", per="token", default=-1),
     Column(name="side/turn_reward", dtype="float32", per="token"),
     Column(name="side/turn_state", dtype="int64", per="token", default=-1),
+    Column(name="side/noise_sigma", dtype="float32", per="token", default=0.0, recorded="token_noise_sigma"),
     Column(
         name="old_logprobs",
         dtype="float32",

@@ -34,7 +34,7 @@ class Sampling:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` are strings, `stop_token_ids` ids; both end the
     response and are part of it. `seed` makes the sampled tokens a function of (seed, position) alone. `position` is
     that of the first sampled token, if the prompt ends with a part of the same response that another engine has
-    sampled.
+    sampled. `noise`: the policy samples under the exploration noise of the engine.
     """
 
     max_tokens: int
@@ -47,6 +47,7 @@ class Sampling:
     ignore_eos: bool = False
     seed: int = 0
     position: int = 0
+    noise: bool = False
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -74,6 +75,7 @@ class Sampling:
             ignore_eos=self.ignore_eos,
             seed=seed,
             position=self.position,
+            noise=self.noise,
         )
 
 
@@ -304,6 +306,8 @@ class Facts:
     """False if the teacher's prompt needs feedback about the attempt and there is none."""
     copies: int = fact(1, column="copies")
     """The number of rows as which this row counts in its optimizer step (PF-PPO). 0: it was not selected."""
+    noise_sigma: float = fact(0.0, column="noise_sigma")
+    """The largest standard deviation of the exploration noise under which its tokens were sampled; 0 without noise."""
 
     @property
     def truncated(self) -> bool:
@@ -410,6 +414,15 @@ def with_task(sample: Sample, task: Task) -> Sample:
     return replace(sample, teacher=task.teacher, context=context, taught=task.taught)
 
 
+NOISE_SIDE = "noise_sigma"
+"""The side channel with the standard deviation of the exploration noise under which a token was sampled."""
+
+
+def _noise_of(segments: Sequence[Segment]) -> float:
+    """Return the largest standard deviation of the noise under which these segments were sampled."""
+    return max((float(s.side[NOISE_SIDE].max()) for s in segments if len(s.side.get(NOISE_SIDE, ()))), default=0.0)
+
+
 def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
     """Return one sample for each row of a trajectory. An append-only trajectory has exactly one row."""
     score = trajectory.reward
@@ -425,6 +438,7 @@ def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
             temperature=trajectory.sampling.temperature,
             reward=score.value if isinstance(score, Score) else float("nan"),
             components=score.components if isinstance(score, Score) else {},
+            noise_sigma=_noise_of(segments) if trajectory.sampling.noise else 0.0,
             segments=segments,
         )
         for k, segments in enumerate(trajectory.rows)

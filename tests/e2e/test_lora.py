@@ -20,6 +20,7 @@ from verl.model_engine.quantised_parts import load_dequantised
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
+from verl.track.samples import read_samples
 
 LORA = ("model.lora.rank=4", "model.lora.alpha=8", "optim.lr=3e-3")
 
@@ -188,3 +189,22 @@ def test_a_run_trains_sends_and_merges_factors_of_experts(tmp_path, tiny_model, 
     before, after = (AutoModelForCausalLM.from_pretrained(p).state_dict() for p in (base, tmp_path / "merged"))
     changed = {name.rpartition("layers.")[2][2:] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"self_attn.q_proj.weight", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"}
+
+
+def test_answers_under_noise_are_recorded_and_corrected_and_evaluated_without_it(tmp_path, tiny_model, arithmetic_data):
+    noise = ("rollout.engine_options.noise_sigma_start=0.2", "rollout.engine_options.noise_sigma_end=0.05")
+    more = (*noise, "run.total_steps=2", "rollout.replicas=2")
+    small_run(tmp_path, tiny_model, arithmetic_data, *LORA, *more)
+    found = metrics_of(tmp_path / "r")
+    for step, sigma in ((1, 0.2), (2, 0.2 * (0.05 / 0.2) ** (5 / 9))):
+        assert found[step]["noise/sigma"] == pytest.approx(sigma)
+        assert found[step]["sync/canary_mean_abs"] < 1e-5, "a publish is verified without noise"
+        assert not any(name.startswith("mismatch/") for name in found[step]), "their difference is wanted"
+        assert found[step]["rollout_corr/rollout_is_max"] > 1
+        rows = read_samples(tmp_path / "r", step)
+        assert {row.noise_sigma for row in rows if row.purpose == "train"} == {float(np.float32(sigma))}
+        for row in rows:
+            of_sampled = row.tokens["token_noise_sigma"][row.response_mask == 1]
+            assert {*of_sampled.tolist()} == {float(np.float32(row.noise_sigma))}
+    assert found[2]["noise/k3"] < found[1]["noise/k3"]
+    assert found[1]["noise/max_abs_dlogp"] > 1e-3

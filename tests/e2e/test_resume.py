@@ -53,6 +53,7 @@ REFILL = (
 )
 CURRICULUM = ("run.deterministic=true", "algorithm.options.curriculum=reward_length:long_ones")
 LORA = ("model.lora.rank=4", "model.quantization=nf4", "algorithm.kl_loss_coef=0.1")
+NOISE = (*LORA, *(f"rollout.engine_options.noise_{x}" for x in ("sigma_start=0.1", "sigma_end=0.02")))
 CRITIC = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.kl_reward_target=0.1")
 SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
 MORE_CUTS = [
@@ -73,8 +74,8 @@ MORE_CUTS = [
         ((), (1, 3, 5)),
         (CRITIC, (3,)),
         (REFILL, (3,)),
-        (LORA, (3,)),
         (("rollout.dtype=fp8",), (3,)),
+        (NOISE, (3,)),
         *(MORE_CUTS if FULL_GRID else []),
     ],
     ids=lambda x: "+".join(str(m).split(".")[-1] for m in x) or "grpo",

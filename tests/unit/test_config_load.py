@@ -28,6 +28,7 @@ from verl.cli import USAGE
 from verl.config.backends import TABLES, Backend, import_object, option_keys, options_of
 from verl.config.frozen import frozen
 from verl.config.load import Resolved, dump_config, load_config, read_config, recipe_names
+from verl.config.noise import noise_faults
 from verl.config.schema import FIRST_RUN
 from verl.config.tree import changed, convert, leaf_of, leaves, tree_of, values_of
 from verl.errors import Refused
@@ -144,9 +145,10 @@ def test_our_keys_keep_their_order_beside_a_file_and_keys_of_verl(tmp_path: Path
 def test_the_tree_stays_small() -> None:
     """All settable keys are counted, whichever part of verl declares them. Options are read by one engine or by few
     algorithms, and are counted apart. The aim is 150 keys: a new one should replace another. There were 191 when
-    training of LoRA adapters was next, which may add 8."""
+    training of LoRA adapters was next, which may add 8, and 40 options
+    before exploration noise."""
     assert len(leaves()) <= 191 + 8
-    assert len({*option_keys()}) <= 40 and sum(knobs().values()) <= 62
+    assert len({*option_keys()}) <= 42 and sum(knobs().values()) <= 62
     assert len(set(FIRST_RUN)) == 12 and set(FIRST_RUN) <= set(leaves())
     said = " ".join(USAGE.split())
     assert f"The keys of a first run: {', '.join(FIRST_RUN)}." in said, "verl --help names them in this order"
@@ -390,6 +392,29 @@ def test_answers_of_fp8_weights_are_corrected_unless_the_algorithm_does_it(given
         assert ("Set algorithm.bypass=false: algorithm.correction=truncate" in said[0]) == (form is None)
     if "rollout.dtype=bfloat16" in given:
         assert said == []
+
+
+@each(
+    "given, form",
+    [
+        ((), "truncate"),
+        (("algorithm.correction=icepop", "algorithm.options.correction_high=4"), "icepop"),
+        (("algorithm.bypass=true",), None),
+    ],
+)
+def test_answers_under_noise_are_corrected_unless_the_algorithm_does_it(given, form) -> None:
+    noise = ("rollout.engine_options.noise_sigma_start=0.02", "run.total_steps=20")
+    resolved = load_config([MODEL, *noise, *given])
+    assert resolved.config.algorithm.given().get("correction") == form
+    (said,) = [line for line in algorithm_warnings(resolved.config) if "exploration noise" in line]
+    assert "exploration noise (from 0.02 to 0.02 in 20 steps)" in said
+    assert ("Set algorithm.bypass=false" in said) == (form is None)
+
+
+def test_noise_that_no_correction_weighs_is_refused() -> None:
+    noise = ("rollout.engine_options.noise_sigma_start=0.02", "run.total_steps=20")
+    (fault,) = noise_faults(load_config([MODEL, *noise, *STORED]).config)
+    assert "noise_sigma_start=0.02 with algorithm.name=gkd: answers are sampled by other weights" in fault
 
 
 def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def test_a_right_configuration_passes(base: list[str]) -> None:
         assert faults(base, command=command) == []
 
 
+NOISE = "rollout.engine_options.noise_sigma_"
 ROUTED = ("rollout.engine=sglang", "rollout.url=http://127.0.0.1:30001")
 FAULTS = [
     (["step.samples_per_prompt=1"], "set at least 2"),
@@ -67,6 +68,15 @@ FAULTS = [
     (["rollout.temperature=0"], "use 1.0"),
     (["rollout.stop=['']"], "empty string"),
     (["rollout.engine_options.max_kv_tokens=100"], "max_kv_tokens=100 holds no sequence of 2048 tokens"),
+    (
+        [f"{NOISE}end=0.1"],
+        "noise_sigma_end=0.1 without noise does nothing: set rollout.engine_options.noise_sigma_start",
+    ),
+    ([f"{NOISE}start=0.1"], "its stages are tenths of the run; set run.total_steps"),
+    ([f"{NOISE}start=0.1", f"{NOISE}end=0.2", "run.total_steps=9"], "noise falls during a run; swap them"),
+    ([f"{NOISE}start=0"], "must be > 0"),
+    (["rollout.engine=hf", f"{NOISE}start=0.1"], "The options of the hf engine are none"),
+    (["rollout.engine=vllm", f"rollout.python={sys.executable}", f"{NOISE}start=0.1"], "unknown"),
     (["rollout.engine_options.draft_token=4"], "The options of the native engine are "),
     (["rollout.engine=hf", "rollout.engine_options.max_kv_tokens=4"], "The options of the hf engine are none"),
     (["rollout.engine_options.max_prefill_tokens=0"], "must be >= 1"),

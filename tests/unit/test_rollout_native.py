@@ -139,14 +139,14 @@ def test_a_prompt_that_continues_a_stored_one_computes_only_its_tail() -> None:
     assert finish(engine, {"o": (other, Sampling(max_tokens=9, seed=1))})["o"].cached_tokens == 128
 
 
-def entry(ids: np.ndarray, adapter: str | None = None, media: tuple[str, ...] = ()) -> Prefix:
-    return Prefix((adapter, media, ids.tobytes()), ids, torch.zeros(1, 2, 1, len(ids), 4), torch.zeros(4))
+def entry(ids: np.ndarray, adapter: str | None = None, media: tuple[str, ...] = (), noise: bool = False) -> Prefix:
+    return Prefix((adapter, media, noise, ids.tobytes()), ids, torch.zeros(1, 2, 1, len(ids), 4), torch.zeros(4))
 
 
 def longest(store: PrefixStore, of: Prefix) -> int | None:
     """Tokens that a prompt with the inputs of `of` and one more token would not compute."""
     ids = np.append(of.ids, 1)
-    found = store.longest((*of.key[:2], ids.tobytes()), ids)
+    found = store.longest((*of.key[:3], ids.tobytes()), ids)
     return None if found is None else found.shape[3]
 
 

@@ -98,6 +98,8 @@ SINGLE = [
     ("no_progress", {"agent/no_progress_share": 0.5}, "50% of the trajectories end in the same calls"),
     ("turn_limit", {"agent/turn_limit_share": 1.0}, "100% of the trajectories end at agent.max_turns"),
     ("slow_rewards", {"reward/workers_needed": 6.0}, "reward.num_workers=6 would do"),
+    ("noise_stop", {"noise/k3": 0.7}, "k3 KL is 0.7 nats per token, above the stop limit 0.5"),
+    ("noise_ess", {"noise/ess": 0.3}, "30.0% of the tokens (limit 50%); lower"),
 ]
 
 
@@ -106,7 +108,7 @@ def test_one_bad_step_after_a_healthy_past():
     for name, change, words in SINGLE:
         history = list(healthy(0, 60))
         history[-1] |= change
-        level = "stop" if name == "mismatch_stop" else "warn"
+        level = "stop" if name in ("mismatch_stop", "noise_stop") else "warn"
         alarms = check_health(history, CONFIG)
         if [(a.name, a.level) for a in alarms] != [(name, level)] or words not in alarms[0].message:
             wrong.append((name, change, words, alarms))

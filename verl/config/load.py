@@ -31,6 +31,7 @@ from verl.config.agent import idle_agent_keys, idle_line
 from verl.config.backends import complete_options
 from verl.config.model_files import cached_model_folder, context_tokens
 from verl.config.moved import MOVED, moved_values, present_value
+from verl.config.noise import corrects
 from verl.config.overrides import Note, Translation, VerlDefaults, parse_argument, read_line
 from verl.config.schema import Config
 from verl.config.tree import Setting, convert, leaf_of, leaves, sections, text_of, tree_of, values_of
@@ -43,7 +44,7 @@ __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_name
 
 MISSING = "???"
 OPTIONS = ".engine_options"
-FP8_CORRECTION: Mapping[str, Any] = {"correction": "truncate", "correction_high": 2.0}
+ROLLOUT_CORRECTION: Mapping[str, Any] = {"correction": "truncate", "correction_high": 2.0}
 FITTED = "default, cut to what the model has:"
 _ENVIRONMENT = re.compile(r"oc\.env:\s*(\w+)")
 _ORIGIN_COLUMN = 40
@@ -327,7 +328,7 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
     values["teacher.paths"] = {n: str(cached_model_folder(p) or os.path.expanduser(p)) for n, p in named.items()}
     _fit_lengths(values, origins)
     _fill_horizon(values, origins)
-    _correct_fp8(values, origins)
+    _correct_rollout(values, origins)
     faults = complete_options(values)
     if faults:
         raise Refused("\n".join(faults))
@@ -372,26 +373,28 @@ def _fill_horizon(values: dict[str, Any], origins: dict[str, str]) -> None:
         values[key], origins[key] = values["rollout.max_response_tokens"], "default: rollout.max_response_tokens"
 
 
-def _correct_fp8(values: dict[str, Any], origins: dict[str, str]) -> None:
-    """Set truncated importance weights for a rollout in FP8, in place, if its algorithm takes them and has no weights
-    of its own."""
-    name = values["algorithm.name"]
-    if values["rollout.dtype"] != FP8 or name not in PRESETS:
+def _correct_rollout(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Set truncated importance weights for a rollout that samples by other weights than the trainer's (FP8, exploration
+    noise), in place, if its algorithm takes them and has no weights of its own."""
+    name, noise = values["algorithm.name"], "rollout.engine_options.noise_sigma_start"
+    given_noise = values["rollout.engine_options"].get("noise_sigma_start") is not None
+    why = "rollout.dtype=fp8" if values["rollout.dtype"] == FP8 else noise if given_noise else ""
+    if not why or name not in PRESETS:
         return
     given = tree_of(values).algorithm.given()
     try:
         own = settled(name, given).correction
-        settled(name, {**FP8_CORRECTION, **given})
+        settled(name, {**ROLLOUT_CORRECTION, **given})
     except ValueError:
         return  # an algorithm that takes none; or a fault, which `validate` finds
-    if own is None or (own.form is None and not own.bypass):
+    if not corrects(own):
         options = values["algorithm.options"]
-        values["algorithm.correction"] = FP8_CORRECTION["correction"]
-        values["algorithm.options"] = {"correction_high": FP8_CORRECTION["correction_high"], **options}
-        origins["algorithm.correction"] = of_fp8 = "default: rollout.dtype=fp8"
+        values["algorithm.correction"] = ROLLOUT_CORRECTION["correction"]
+        values["algorithm.options"] = {"correction_high": ROLLOUT_CORRECTION["correction_high"], **options}
+        origins["algorithm.correction"] = default = f"default: {why}"
         if "correction_high" not in options:
             before = origins["algorithm.options"]
-            origins["algorithm.options"] = of_fp8 if before == "default" else f"{before}, {of_fp8}"
+            origins["algorithm.options"] = default if before == "default" else f"{before}, {default}"
 
 
 def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

@@ -22,6 +22,7 @@ from verl.config.cluster import placed_roles
 from verl.config.devices import colocated, drops_rollout_weights
 from verl.config.load import Resolved
 from verl.config.lora_layers import trained_factors
+from verl.config.noise import noise_of
 from verl.config.schema import AlgorithmConfig, Config
 from verl.config.tree import changed
 from verl.data.cursor import Curriculum
@@ -315,7 +316,7 @@ def _groups(
         tasks=tasks,
         trajectories=trajectories,
         algorithm=learner.algorithm,
-        sampling=sampling_of(config),
+        sampling=replace(sampling_of(config), noise=noise_of(config) is not None),
         samples_per_prompt=config.step.samples_per_prompt,
         rows=learner.rows,
         events=reporter.events,

@@ -12,6 +12,7 @@ from verl.checkpoint.loadable import exact_config
 from verl.config.backends import ROLLOUT, import_object, options_of, traits_of
 from verl.config.devices import rollout_dtype
 from verl.config.lora_layers import served_factors
+from verl.config.noise import noise_of
 from verl.config.schema import Config
 from verl.config.served import rollout_faults, urls_of
 from verl.driver.driver_host import server_place
@@ -92,5 +93,6 @@ def rollout_engine(
         lora_rank=factors.rank if (factors := served_factors(config)) else 0,
         place=server_place(config, replica, peers or Peers()),
         pictures=pictures,
+        noise=noise_of(config),
     )
     return import_object(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)

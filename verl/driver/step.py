@@ -225,9 +225,19 @@ async def _log_failed(learner: Learner, step: Step, role: str, rows: Refs, broke
 
 
 async def _mismatch(learner: Learner, rows: Refs, column: str) -> Metrics:
-    """Compare the sampler's log-probs with a column (`Compute.mismatch`), over the rows that the policy sampled."""
-    drawn = rows.sampled()
-    return await learner.done(learner.compute.mismatch(drawn, column), "compute.mismatch") if drawn else {}
+    """Compare the sampler's log-probs with a column (`Compute.mismatch`), over the rows that the policy sampled. Those
+    that were sampled under exploration noise are apart, as `noise/`: their difference is wanted."""
+    drawn: Refs = rows.sampled()
+    found: Metrics = {}
+    under_noise = Refs(r for r in drawn if r.noise_sigma > 0)
+    plain = Refs(r for r in drawn if not r.noise_sigma > 0) if under_noise else drawn
+    if plain:
+        found = await learner.done(learner.compute.mismatch(plain, column), "compute.mismatch")
+    if under_noise:
+        found["noise/sigma"] = Metric(sum(r.noise_sigma for r in under_noise), len(under_noise), "sequence")
+        measured = await learner.done(learner.compute.mismatch(under_noise, column), "compute.mismatch")
+        found |= {f"noise/{name.removeprefix('mismatch/')}": value for name, value in measured.items()}
+    return found
 
 
 _PHASES = {"ref": "reference", "actor": "old_logprobs", "critic": "values"}  # verl's names of these phases

@@ -28,6 +28,7 @@ from verl.config.lora_layers import (
 )
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
+from verl.config.noise import corrects, noise_of
 from verl.config.schema import Config, OptimConfig
 from verl.model_engine.lora_spec import LR_FACTOR, trained_by
 from verl.model_engine.optimizer_table import OPTIMIZERS
@@ -167,6 +168,14 @@ def trained_warnings(config: Config) -> Iterator[str]:
         yield f"optim.lr={lr:g} is low for optim.name={config.optim.name}: usual is {factor:g} times that of adamw"
 
 
+def sampled_otherwise(config: Config) -> str:
+    """Return the reason why answers are sampled by other weights than the trainer's; "" if they are not."""
+    if (noise := noise_of(config)) is not None:
+        falls = f"from {noise.sigma_start:g} to {noise.sigma_end:g} in {noise.steps} steps"
+        return f"exploration noise ({falls}): answers are sampled under it"
+    return "rollout.dtype=fp8: answers are sampled with rounded weights" if config.rollout.dtype == FP8 else ""
+
+
 def algorithm_warnings(config: Config) -> Iterator[str]:
     """Return the warnings about the objective; `verl train` also prints them at its start."""
     given, p = config.algorithm.given(), config.pipeline
@@ -176,14 +185,14 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     if preset.critic and preset.critic.critic_warmup_until and not preset.critic.critic_warmup_steps:
         yield "algorithm.critic_warmup_until without critic_warmup_steps: the policy waits for it, however long that is"
-    if config.rollout.dtype == FP8:
-        c, why = preset.correction, "rollout.dtype=fp8: answers are sampled with rounded weights"
-        if c is None or (c.form is None and not c.bypass):
+    if why := sampled_otherwise(config):
+        c = preset.correction
+        if c is None or not corrects(c):
             yield f"{why}, and {preset.name} weighs their tokens by no correction: the gradient is of another policy"
         elif c.form is None:
             yield (
                 f"{why}, and with algorithm.bypass=true their log-probs are the old ones: the ratio of the loss holds "
-                "the rounding too, its clip counts that as a change of the policy, and no weights correct it. Set "
+                "that difference too, its clip counts it as a change of the policy, and no weights correct it. Set "
                 "algorithm.bypass=false: algorithm.correction=truncate is the default then"
             )
         else:

@@ -14,6 +14,7 @@ import numpy as np
 
 from verl.errors import Refused
 from verl.parameter_set import POLICY_SET
+from verl.rollout.noise import NoiseSchedule
 from verl.types import Medium, Sampling, StopReason, as_ids
 from verl.wire import AS_HELD, WireFormat
 
@@ -37,11 +38,9 @@ class Completion:
     ids: np.ndarray
     """The sampled tokens [t] int64, the stop token included."""
     logprobs: np.ndarray
-    """Their log-probs [t] float32 under the sampled distribution (temperature and truncation applied). Greedy tokens
-    have their log-prob at temperature 1."""
+    """Their log-probs [t] float32 under the sampled distribution; those of greedy tokens are at temperature 1."""
     spans: tuple[tuple[int, int, int], ...]
-    """(version, start, end), ...: the version of the parameter set that sampled the tokens start..end-1. The spans
-    cover `ids`."""
+    """(version, start, end), ...: the version of the set that sampled the tokens start..end-1. They cover `ids`."""
     stop_reason: StopReason
     """The reason of the end. An aborted answer has the tokens that were sampled before the abort."""
     stop: str | None = None
@@ -124,13 +123,14 @@ class Traits:
     streams_weights: bool = False
     """It takes weights in parts. The memory of a part is reused for the next one."""
     takes_weight_version: bool = False
-    """The server labels tokens with the name that an update gives to the weights: their version and the mark of the
-    client that sent them (`Peers`)."""
+    """The server labels tokens with the name that an update gives to the weights: version and mark (`Peers`)."""
     tensor_names: Literal["model", "saved"] = "model"
     """How it names tensors: as the model in memory does, or as a saved folder does (experts one by one)."""
 
     lora_policy: bool = False
     """It takes the policy as a base and LoRA factors, and later the factors alone."""
+    noise: bool = False
+    """It samples under exploration noise where a request asks for it (`Sampling.noise`)."""
 
     @property
     def own_weights(self) -> bool:
@@ -168,8 +168,7 @@ def capabilities_of(traits: Traits, **sizes: Any) -> Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The state that the connections to the servers of one run share. Each connection has a mark: a random tag that is
-    part of the name of the weights that it sends."""
+    """The state that connections to the servers of a run share. Each has a mark: a random tag in names of weights."""
 
     urls: set[str] = field(default_factory=set)
     """URLs of all servers that were ever part of the run."""
@@ -224,6 +223,8 @@ class RolloutContext:
     """The head multiplies in float32, and the logits are float32."""
     lora_rank: int = 0
     """The rank of the policy's LoRA factors, if it is served as a base and factors; else 0."""
+    noise: NoiseSchedule | None = None
+    """The exploration noise of each version of the policy. None: there is none."""
     place: ServerPlace | None = None
     """The place of the server, for an engine that is one."""
     pictures: Any = None
@@ -241,8 +242,10 @@ def check_positive(**sizes: int) -> None:
             raise Refused(f"{name}={value}: must be at least 1")
 
 
-def check_inputs(able: Capabilities, what: str, parameters: str, media: Sequence[object]) -> None:
-    """Raise ValueError for a LoRA set or media that the engine does not take."""
+def check_inputs(able: Capabilities, what: str, parameters: str, media: Sequence[object], noise: bool = False) -> None:
+    """Raise ValueError for a LoRA set, media or exploration noise that the engine does not take."""
+    if noise and not able.noise:
+        raise ValueError(f"{what}: noise=True, but this rollout engine has no exploration noise; leave it out")
     if parameters != POLICY_SET.id and not able.lora_rank:
         raise ValueError(f"{what}: adapter={parameters!r}, but this rollout engine loads no adapters; leave it out")
     if media and not able.media:
@@ -377,8 +380,7 @@ class GenerateRequest:
     """The beginning of the answer, from engines that were lost: the engine continues it. When the call ends, also with
     an error, it contains the tokens with a certain version. Only for an engine that can continue answers."""
     on_tokens: OnTokens | None = None
-    """Called in the event loop with the tokens since its last call. The tokens after its last call are only in the
-    completion. An engine that cannot report tokens never calls it."""
+    """Called in the event loop with the tokens since its last call, by an engine that can report tokens."""
 
 
 class Generates(Protocol):
@@ -412,8 +414,7 @@ class RolloutEngine(Generates, Protocol):
         ...
 
     async def prepare_weights(self, source: WeightReader) -> Callable[[PauseMode], Awaitable[int]]:
-        """Read the weights of `source` and return a function that makes them live: the second half of
-        `load_weights`."""
+        """Read the weights of `source` and return a function that makes them live."""
         ...
 
     def mark_verified(self) -> None:
@@ -425,8 +426,7 @@ class RolloutEngine(Generates, Protocol):
         ...
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop sampling: running requests stop where they are (keep), finish first (wait) or return their tokens
-        (abort)."""
+        """Stop sampling: running requests stop where they are (keep), finish first (wait) or return (abort)."""
         ...
 
     async def resume(self) -> None:

@@ -66,7 +66,7 @@ class ServedEngine(BaseEngine):
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Return the whole answer. `prefix_key` is not used: a server finds equal prompts by their ids."""
-        self._check_inputs(request.id, request.parameters, request.media)
+        self._check_inputs(request.id, request.parameters, request.media, request.sampling.noise)
         return await self.answers.generate(request)
 
     async def score(
@@ -150,6 +150,6 @@ class ServedEngine(BaseEngine):
         self.connection.check_alive()
         await self.start.up()
 
-    def _check_inputs(self, what: str, parameters: str, media: Sequence[object]) -> None:
+    def _check_inputs(self, what: str, parameters: str, media: Sequence[object], noise: bool = False) -> None:
         self.connection.check_alive()
-        check_inputs(self.connection.able, what, parameters, media)
+        check_inputs(self.connection.able, what, parameters, media, noise)

@@ -173,6 +173,8 @@ def mismatch_stops(s: Seen) -> bool:
 
 TABLE = (
     Row("mismatch_stop", "mismatch/k3", mismatch_stops, "stop"),
+    Row("noise_stop", "noise/k3", mismatch_stops, "stop"),
+    Row("noise_ess", "noise/ess", lambda s: s.now < 0.5),
     Row("mismatch_warn", "mismatch/k3", lambda s: s.limits.mismatch_warn < s.now <= s.limits.mismatch_stop),
     Row("max_abs_dlogp", "mismatch/max_abs_dlogp", lambda s: s.now > 10),
     Row(
@@ -212,6 +214,10 @@ TABLE = (
 MESSAGES: Mapping[str, str] = {
     "mismatch_stop": "rollout/trainer mismatch: k3 KL is {value:.3g} nats per token, above the stop limit "
     "{limits.mismatch_stop:g}; same weights, dtype, temperature and chat template in rollout and trainer?",
+    "noise_stop": "samples under exploration noise: k3 KL is {value:.3g} nats per token, above the stop limit "
+    "{limits.mismatch_stop:g}; lower rollout.engine_options.noise_sigma_start, or rollout and trainer differ",
+    "noise_ess": "exploration noise: the effective sample size is {now:.1%} of the tokens (limit 50%); lower "
+    "rollout.engine_options.noise_sigma_start",
     "mismatch_warn": "rollout/trainer mismatch: k3 KL is {now:.3g} nats per token, above {limits.mismatch_warn:g}; "
     "same weights, dtype, temperature and chat template in rollout and trainer?",
     "max_abs_dlogp": "a token's log-prob differs by {now:.3g} nats between rollout and trainer (limit 10)",

@@ -126,6 +126,20 @@ class ReadsImages(Protocol):
         ...
 
 
+@runtime_checkable
+class Explores(Protocol):
+    """A `Runner` that may have exploration noise."""
+
+    @property
+    def noise_sigma(self) -> float | None:
+        """The standard deviation of the noise on the live version; None for a runner without noise."""
+        ...
+
+    def start_version(self, version: int) -> None:
+        """Draw the noise of this version, which has just become live, for requests that explore."""
+        ...
+
+
 class Runner(Protocol):
     """The weights, KV and forward pass of an embedded engine.
 
@@ -348,6 +362,8 @@ class EngineCore:
             self.runner.drop_set(POLICY_SET.id)
         self._policy_has_factors = not policy.parameters.whole
         self.version = policy.version
+        if isinstance(self.runner, Explores):
+            self.runner.start_version(policy.version)
         self._start_spans(POLICY_SET.id, policy.version)
         return policy.version
 
@@ -380,7 +396,14 @@ class EngineCore:
         """Start a new span of tokens in the resident requests of a parameter set."""
         for row, request in enumerate(self.running.requests):
             if request.given.parameters == name:
-                request.start_span(version, int(self.running.count[row]))
+                request.start_span(version, int(self.running.count[row]), self._sigma(request))
+
+    def _sigma(self, request: ActiveRequest) -> float:
+        """Return the standard deviation of the noise under which a request is sampled now."""
+        if not request.explores:
+            return 0.0
+        assert isinstance(self.runner, Explores) and self.runner.noise_sigma is not None, "checked by `generate`"
+        return self.runner.noise_sigma
 
     def sleep(self, level: int) -> int:
         """Free KV (level 1) and weights (level 2), and return the number of bytes. Resident requests become waiting
@@ -406,7 +429,8 @@ class EngineCore:
             request = self.waiting.popleft()
             if not len(request.ids):  # a preempted request keeps the number of its first admission
                 request.cached_tokens = cached
-            request.start_span(self.sets.get(request.given.parameters, self.version), len(request.ids))
+            version = self.sets.get(request.given.parameters, self.version)
+            request.start_span(version, len(request.ids), self._sigma(request))
             self.running.add(request, self.runner.max_context_tokens)
         return self._append(first, *admission.sample(self.running.sampling(first, self.running.n)))
 

@@ -36,7 +36,7 @@ from verl.rollout.base import (
     check_inputs,
 )
 from verl.rollout.embedded.checks import InputChecks, reads_images
-from verl.rollout.embedded.core import EngineCore, Finished, ReadsFormat, Runner, set_abilities
+from verl.rollout.embedded.core import EngineCore, Explores, Finished, ReadsFormat, Runner, set_abilities
 from verl.rollout.embedded.load_thread import LoadThread
 from verl.rollout.embedded.requests import ActiveRequest, News
 from verl.wire import AS_HELD
@@ -62,7 +62,8 @@ class EmbeddedEngine(BaseEngine):
         self._runner, self._checks = runner, InputChecks(runner, decodes=context.decode is not None)
         form = runner.weight_format if isinstance(runner, ReadsFormat) else AS_HELD
         traits = replace(IN_PROCESS, prefix_cache=prefix_cache, fp8=context.fp8, codes=form.codes)
-        traits = replace(traits, stop_strings=context.decode is not None, media=reads_images(runner))
+        noisy = isinstance(runner, Explores) and runner.noise_sigma is not None
+        traits = replace(traits, stop_strings=context.decode is not None, media=reads_images(runner), noise=noisy)
         self._capabilities = capabilities_of(
             traits,
             max_context_tokens=context.max_context_tokens,
@@ -83,14 +84,13 @@ class EmbeddedEngine(BaseEngine):
         self._paused = False  # nothing is admitted and nothing runs
         self._asleep: set[str] = set()
         self._failure: BaseException | None = None
-        self._loaded = False
+        self._loaded = self._closed = False
         self._torn: BaseException | None = None  # why a load over the live weights failed
-        self._closed = False
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample an answer. `prefix_key` is not used: equal prompts are found by their ids."""
         self._check_alive()
-        check_inputs(self._capabilities, request.id, request.parameters, request.media)
+        check_inputs(self._capabilities, request.id, request.parameters, request.media, request.sampling.noise)
         self._core.check_set(request.id, request.parameters)
         self._check_weights("generate")
         active = ActiveRequest(self._checks.request(request, self._pending))

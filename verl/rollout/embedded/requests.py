@@ -10,14 +10,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Completion, DecodeFn, GenerateRequest
 from verl.rollout.embedded.sampler import SamplingMetadata, stream_of
-from verl.types import Medium, StopReason
+from verl.types import NOISE_SIDE, Medium, StopReason
 
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # shared, since nothing can be written into them
-PromptKey = tuple[str, tuple[Medium, ...], bytes]  # parameter set, media, bytes of the ids
+PromptKey = tuple[str, tuple[Medium, ...], bool, bytes]  # parameter set, media, under noise, bytes of the ids
 
 
 @dataclass(slots=True, eq=False)
@@ -34,15 +35,24 @@ class ActiveRequest:
     """Prompt tokens with KV from earlier requests."""
     order: int = 0
     """The order of submission; preempted requests wait again in this order."""
+    sigmas: dict[int, float] = field(default_factory=dict)
+    """The standard deviation of the noise of each version that has sampled, if it explores."""
     reported: int = 0
     """The number of tokens that `on_tokens` was called with."""
 
-    def start_span(self, version: int, start: int) -> None:
-        """Record that tokens from `start` on are sampled under `version`."""
+    @property
+    def explores(self) -> bool:
+        """True if its tokens are sampled under exploration noise, which is on the policy alone."""
+        return self.given.sampling.noise and self.given.parameters == POLICY_SET.id
+
+    def start_span(self, version: int, start: int, sigma: float = 0.0) -> None:
+        """Record that tokens from `start` on are sampled under `version`, with noise of this standard deviation."""
         if self.span_starts and self.span_starts[-1][1] == start:
             self.span_starts.pop()
         if not self.span_starts or self.span_starts[-1][0] != version:
             self.span_starts.append((version, start))
+        if self.explores:
+            self.sigmas[version] = sigma
 
     def context(self) -> np.ndarray:
         """Return the ids that need resident KV before the next token can be sampled."""
@@ -51,15 +61,19 @@ class ActiveRequest:
 
     def key(self) -> PromptKey:
         """Return the key by which the KV of its context is found."""
-        return self.given.parameters, self.given.media, self.context().tobytes()
+        return self.given.parameters, self.given.media, self.explores, self.context().tobytes()
 
     def completion(self, reason: StopReason, stop: str | None = None) -> Completion:
         """Return the completion with the tokens of `ids`."""
         ends = [start for _, start in self.span_starts[1:]] + [len(self.ids)]
         spans = tuple((v, start, end) for (v, start), end in zip(self.span_starts, ends) if end > start)
+        side = {}
+        if self.explores:
+            sigmas = [np.full(end - start, self.sigmas[v], np.float32) for v, start, end in spans]
+            side[NOISE_SIDE] = np.concatenate([NO_LOGPROBS, *sigmas])
         name = self.given.parameters
         return Completion(
-            self.given.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens, parameters=name
+            self.given.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens, side, parameters=name
         )
 
 

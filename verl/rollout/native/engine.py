@@ -26,6 +26,9 @@ def build(
     try:
         runner = NativeRunner(options, context, lanes=lanes, compiled=compiled)
     except UnsupportedModel as e:
+        if context.noise is not None:
+            fix = "leave noise_sigma_start out"
+            raise Refused(f"rollout.engine_options.noise_sigma_start: no other engine has noise, and {e}; {fix}") from e
         return hf.build(hf.Options(), context, notes=(f"rollout: the hf engine is used, since {e}",))
     slower = {"compiled kernels": runner.ops.missing, "the decode kernels": runner.without_fused}
     cached = options.prefix_cache_tokens > 0

@@ -21,6 +21,7 @@ GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
 FAR_ABOVE = 4  # times the need; memory above that is given back when the cache grows
 AHEAD_BYTES = 2**32  # KV that may be reserved for the final lengths of rows
 REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
+Head = tuple[str, tuple[Medium, ...], bool, int, int]  # the first three of a `PromptKey`, length, hash
 MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
 
 
@@ -127,18 +128,18 @@ class Prefix:
     def nbytes(self) -> int:
         return self.kv.nbytes + self.hidden.nbytes
 
-    def heads(self) -> Iterator[tuple[str, tuple[Medium, ...], int, int]]:
-        """Yield (set, media, length, hash) of each beginning from which it can be continued, its whole length
-        included."""
+    def heads(self) -> Iterator[Head]:
+        """Yield each beginning from which it can be continued, its whole length included."""
         if len(self.ids) >= MIN_REUSE:
             hashes = _prefix_hashes(self.ids)
             for n in (*range(REUSE_STEP, len(self.ids), REUSE_STEP), len(self.ids)):
-                yield *self.key[:2], n, int(hashes[n - 1])
+                yield *self.key[:3], n, int(hashes[n - 1])
 
 
 class PrefixStore:
-    """Computed prompts of one weight version by parameter set, media and ids. If there is no space, the least recently
-    used ones are dropped. A lookup hashes all beginnings of a prompt at once, and compares the ids of a match."""
+    """Computed prompts of one weight version by parameter set, media, noise and ids. If there is no space, the least
+    recently used ones are dropped. A lookup hashes all beginnings of a prompt at once, and compares the ids of a match.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -146,7 +147,7 @@ class PrefixStore:
 
     def clear(self) -> None:
         self._entries: OrderedDict[PromptKey, Prefix] = OrderedDict()
-        self._heads: dict[tuple[str, tuple[Medium, ...], int, int], Prefix] = {}
+        self._heads: dict[Head, Prefix] = {}
         self._lengths: Counter[int] = Counter()  # lengths of the heads
         self.tokens = self.nbytes = 0
 
@@ -162,7 +163,7 @@ class PrefixStore:
         lengths = sorted((n for n in self._lengths if n < len(ids)), reverse=True)
         hashes = _prefix_hashes(ids) if lengths else ids
         for length in lengths:
-            entry = self._heads.get((*key[:2], length, int(hashes[length - 1])))
+            entry = self._heads.get((*key[:3], length, int(hashes[length - 1])))
             if entry is not None and np.array_equal(entry.ids[:length], ids[:length]):
                 self._entries.move_to_end(entry.key)
                 return entry.kv[:, :, :, :length]
@@ -181,7 +182,7 @@ class PrefixStore:
         for head in entry.heads():
             if head not in self._heads:
                 self._heads[head] = entry
-                self._lengths[head[2]] += 1
+                self._lengths[head[3]] += 1
 
     def forget(self, name: str) -> None:
         """Drop the prompts of a parameter set."""
@@ -194,7 +195,7 @@ class PrefixStore:
         for head in entry.heads():
             if self._heads.get(head) is entry:
                 del self._heads[head]
-                self._lengths -= Counter([head[2]])  # a length without heads is removed
+                self._lengths -= Counter([head[3]])  # a length without heads is removed
 
 
 def _prefix_hashes(ids: np.ndarray) -> np.ndarray:

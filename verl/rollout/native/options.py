@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from verl.config.schema import Config
     from verl.workers.pools import Pool
 
-NATIVE = replace(IN_PROCESS, float32_head=True, fp8=True, codes=True)
+NATIVE = replace(IN_PROCESS, float32_head=True, fp8=True, codes=True, noise=True)
 """The traits of the native engine."""
 KEPT_KV_BYTES = 64 << 20
 """KV up to this size is not freed by sleep on a CPU: allocating its pages again would slow down a short step."""
@@ -32,6 +32,11 @@ class Options:
     max_kv_tokens: Annotated[int, Meta(ge=1)] | None = None
     """The tokens that the KV cache has room for; requests beyond them wait. None: max_concurrent_sequences x (prompt +
     response)."""
+    noise_sigma_start: Annotated[float, Meta(gt=0)] | None = None
+    """The standard deviation of exploration noise on the norms before attention and feed-forward, in the first stage of
+    the run; each stage is a tenth of run.total_steps. None: answers are sampled without noise."""
+    noise_sigma_end: Annotated[float, Meta(gt=0)] | None = None
+    """That in the last stage; it falls exponentially from stage to stage. None: the same as in the first one."""
 
     def __post_init__(self) -> None:
         check_positive(max_prefill_tokens=self.max_prefill_tokens)
@@ -40,9 +45,11 @@ class Options:
 
 
 def native_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
-    """Yield a fault if the KV slots have no room for one whole sequence."""
+    """Yield a fault if the KV slots have no room for one whole sequence, and those of exploration noise."""
     from verl.config.backends import longest_sequence
+    from verl.config.noise import noise_faults
 
+    yield from noise_faults(config)
     held, longest = config.rollout.engine_options.get("max_kv_tokens"), longest_sequence(config)
     if held is not None and held < longest:
         key = "rollout.engine_options.max_kv_tokens"

@@ -27,6 +27,7 @@ from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, score_log
 from verl.rollout.native.codes import CodesReader
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
+from verl.rollout.native.noise import NormNoise
 from verl.rollout.native.ops import DecodeOps, choose_block_linear, choose_decode_ops, choose_ops
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PAGE, PageCache, PagedDecode, whole_pages
@@ -46,6 +47,9 @@ class NativeRunner:
     """The runner of the native engine. `products` (the layout of weights), `emulate_bf16` (compute bf16 weights in
     float32), `paged` (KV in pages), `decode_ops`, `look_ahead`, `mixed_tokens` (of prompts, in decode steps) and
     `block_linear` (the product with weights in blocks of 8 bits) are chosen for the machine if they are None."""
+
+    _explores = False  # the resident rows are sampled under noise
+    _decoded = 0  # tokens
 
     def __init__(
         self,
@@ -107,10 +111,10 @@ class NativeRunner:
         self._make_cache(options.max_kv_tokens, in_pages, fused, () if self._deterministic else mixed)
         # a step on a CPU ends before the host continues, so a surplus token would be computed for nothing
         self.looks_ahead = device.type == "cuda" and in_pages if look_ahead is None else look_ahead
+        self._noise = None if context.noise is None else NormNoise(context.noise, self.model.shape)
         self._drawn = np.zeros(0, np.int64)  # the ids of the last step over slots
         self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can have at its end
         self._longest = self._ahead = 0  # length of the longest resident row now, and the longest possible at the end
-        self._decoded = 0
         self._torn: Weights | None = None  # weights that are partly overwritten by a failed load
 
     def _use(self) -> Use:
@@ -156,6 +160,19 @@ class NativeRunner:
     def ready(self) -> bool:
         return self.model.weights is not None
 
+    @property
+    def noise_sigma(self) -> float | None:
+        return None if self._noise is None else self._noise.sigma
+
+    def start_version(self, version: int) -> None:
+        if self._noise is not None:
+            self._noise.draw(version)
+
+    def _use_noise(self, acts: bool) -> None:
+        """Compute with the noise of the live version from now on, or without it."""
+        if self._noise is not None:
+            self._noise.use(acts)
+
     def enter_thread(self) -> None:
         self._lanes.enter()
 
@@ -171,8 +188,8 @@ class NativeRunner:
         self._torn = live  # graphs read it, and there is room for no other
         receive(self._read(source), live.destinations)
         live.pack_tied_head()
-        self._torn, self.model.weights = None, live
-        self._forget_prompts()
+        self._torn = None
+        self._start(live)
 
     def _read(self, source: WeightReader) -> Iterable[tuple[str, object]]:
         dequantises = self._fp8 and self.ops.block_linear is None
@@ -185,7 +202,8 @@ class NativeRunner:
         kinds = self._dtype, self.compute_dtype, self._device
         exact = self._dtype == self.compute_dtype == torch.float32 and self._device.type == "cpu"
         shared = codes.shared if exact else frozenset[str]()
-        storage = Storage(self.model.shape, *kinds, layout, kept, self._tower, coded=codes.weights, shared=shared)
+        given, noisy = (*kinds, layout, kept, self._tower), self._noise is not None
+        storage = Storage(self.model.shape, *given, coded=codes.weights, shared=shared, exact_norms=noisy)
         receive(codes.rest(iter(self._read(source)), storage.claimed), storage.destinations)
         return partial(self._switch, weights_of(storage, self.ops, codes))
 
@@ -194,11 +212,17 @@ class NativeRunner:
         before, self._torn = self.model.weights or self._torn, None
         if self._paged is not None and before is not None and before.tensors and fresh.tensors:
             before.overwrite(fresh)  # graphs read the memory that they were captured with
-            self.model.weights = before
+            self._start(before)
         else:
-            self.model.weights = fresh
+            self._start(fresh)
             if self._paged is not None:
                 self._paged.forget()
+
+    def _start(self, weights: Weights) -> None:
+        """Compute with these weights from now on, which have no noise. All prompts of older ones are dropped."""
+        self.model.weights = weights
+        if self._noise is not None:
+            self._noise.attach(weights)
         self._forget_prompts()
 
     def _forget_prompts(self, name: str | None = None) -> None:
@@ -246,6 +270,9 @@ class NativeRunner:
 
     @torch.inference_mode()
     def admit(self, waiting: Sequence[ActiveRequest], resident: int) -> Admitted | None:
+        if not resident:
+            self._explores = waiting[0].explores
+        self._use_noise(self._explores)
         candidates = self._that_fit(waiting, resident)
         keys = [request.key() for request in candidates]
         self._compute_prompts(candidates, keys, resident)
@@ -279,11 +306,11 @@ class NativeRunner:
 
     def _that_fit(self, waiting: Sequence[ActiveRequest], resident: int) -> list[ActiveRequest]:
         """Return the first waiting requests with KV that fits beside that of the resident ones, both at their final
-        lengths."""
+        lengths. All of them, and the resident ones, are sampled under noise, or none is."""
         room, fit = self._max_kv_tokens - int(self._needs[:resident].sum()), list[ActiveRequest]()
         for request in islice(waiting, self.max_rows - resident):
             room -= self._need(request)
-            if room < 0:
+            if room < 0 or request.explores != self._explores:
                 break
             fit.append(request)
         return fit
@@ -323,6 +350,7 @@ class NativeRunner:
     def decode(self, rows: DecodeRows) -> Callable[[], Sampled]:
         n = len(rows.tokens)
         self._decoded += n
+        self._use_noise(self._explores)
         if self._paged is not None:
             computed, read = self._paged.prompts.parts, self._paged.launch(rows, self._row_sets[:n])
             self._prompts.record(computed)
@@ -395,6 +423,7 @@ class NativeRunner:
 
     @torch.inference_mode()
     def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
+        self._use_noise(False)
         given, parts, at = self._on_device(ids), [], 0
         for hidden in self._prompts.hidden_states(given[:-1], parameters):
             for block in hidden.split(self._facts.scored_tokens):

@@ -110,6 +110,12 @@ def projections(s: Shape, layer: int) -> Iterator[Projections]:
     yield Projections(key + "down", ((at + "mlp.down_proj", s.hidden),), s.ffn, s.mlp_bias)
 
 
+def input_norms(s: Shape, layer: int) -> tuple[str, str]:
+    """Return the names of the norms on the input of attention and of the feed-forward block."""
+    at = f"{s.prefix}layers.{layer}."
+    return at + "input_layernorm", at + ("pre_feedforward_layernorm" if s.arch.gemma else "post_attention_layernorm")
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """A projection of a product that is computed projection by projection, since some of them have codes."""
@@ -148,6 +154,7 @@ class Storage:
     shared: Set[str] = frozenset()  # float32 tensors of the trainer that never change: embedding and head are kept
     adopted: set[str] = field(default_factory=set)  # the keys of these
     apart: dict[str, list[Part]] = field(default_factory=dict)  # the products that have some of them, by key
+    exact_norms: bool = False  # norms are kept in float32
     tensors: dict[str, Tensor] = field(default_factory=dict)
     products: dict[str, FilledLinear] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
@@ -190,13 +197,12 @@ class Storage:
     def _layer(self, layer: int, key: str, at: str) -> None:
         """Allocate the tensors of a layer under names that begin with `key`, for HF names that begin with `at`."""
         s, dim = self.shape, self.shape.head_dim
-        self._norm(key + "norm", at + "input_layernorm")
+        of_attention, of_mlp = input_norms(s, layer)
+        self._norm(key + "norm", of_attention)
+        self._norm(key + "mlp_norm", of_mlp)
         if s.arch.gemma:
             self._norm(key + "out_norm", at + "post_attention_layernorm")
-            self._norm(key + "mlp_norm", at + "pre_feedforward_layernorm")
             self._norm(key + "mlp_out_norm", at + "post_feedforward_layernorm")
-        else:
-            self._norm(key + "mlp_norm", at + "post_attention_layernorm")
         for one in projections(s, layer):
             self._fuse(one)
         for name, own, shape in expert_tensors(s, layer):
@@ -291,9 +297,9 @@ class Storage:
         self.destinations[name] = Destination(shape, self._new(key, shape, dtype=dtype), shape, dtype or self.dtype)
 
     def _new(self, key: str, shape: tuple[int, ...], norm: bool = False, dtype: torch.dtype | None = None) -> Tensor:
-        """Allocate a tensor in `dtype`; None: in the dtype of products. Norms are float32 where 1 is added to them, and
-        on a CPU, for its kernels."""
-        exact = norm and (self.shape.arch.gemma or self.device.type == "cpu")
+        """Allocate a tensor in `dtype`; None: in the dtype of products. Norms are float32 with `exact_norms`, where 1
+        is added to them, and on a CPU, for its kernels."""
+        exact = norm and (self.exact_norms or self.shape.arch.gemma or self.device.type == "cpu")
         kept = torch.float32 if exact else dtype or self.compute_dtype
         self.tensors[key] = torch.empty(shape, dtype=kept, device=self.device)
         return self.tensors[key]
