@@ -365,6 +365,8 @@ MUTANTS = (
     Mutant("nn/quant_linear.py", "not in {*skip, *ROUTERS}", "not in {*skip}", QUANT),
     Mutant("model_engine/hf_parts.py", "if name in self.quantised:", "if False:", QUANT_PARTS),
     Mutant("model_engine/quantised_parts.py", "if found.quantised:", "if False:", QUANT_PARTS),
+    Mutant("model_engine/quantised_parts.py", "replace(codes, dtype=torch.float32)", "codes", QUANT_PARTS),
+    Mutant("config/compat/peft.py", "_PEFT_ALPHA = 8, 8", "_PEFT_ALPHA = 8, 32", "tests/unit/test_peft_config.py"),
     Mutant("nn/quant.py", "half = some.half()", "half = some.float()", QUANT),
     Mutant("nn/linear_teacher.py", "-x.sum(-1, keepdim=True)", "x.sum(-1, keepdim=True)", TEACHER),
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),
