@@ -36,6 +36,7 @@ from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.quant_linear import quantise_linears, quantised_layers
 from verl.rollout.base import GenerateRequest, ReplicaLost, Sampling
+from verl.rollout.router import Router
 from verl.weight_sync.base import CheckedReader, SyncError
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender
@@ -450,5 +451,31 @@ def test_a_server_that_failed_half_of_an_update_answers_nothing(path):
         with pytest.raises(ReplicaLost, match="the update to version 1 failed"):
             await replica.generate(GenerateRequest("r", PROBES[0], Sampling(max_tokens=4)))
         await replica.close()
+
+    run(test)
+
+
+def test_a_replica_that_lost_its_server_gets_base_and_factors_again_beside_one_that_has_them():
+    async def test():
+        world, notes = FactorsWorld("shm"), []
+        made = [AdaptingServer(_fresh(True), _base_and_adapter(True) / "base") for _ in range(2)]
+        SERVERS.extend(made)
+        router = Router([lambda died, of=of: of.client() for of in made], restarts=2, note=notes.append)
+        whole = await world.publish(router.replicas, 0)
+        await world.update()
+        made[1].refused[LOAD] = "no"
+        report = await world.publish(router.replicas, 1)
+        assert list(report.failed_replicas) == [1] and report.num_bytes < whole.num_bytes
+        made[1].refused.clear()
+        asked = [GenerateRequest(f"r{i}", PROBES[0], Sampling(max_tokens=4, ignore_eos=True)) for i in range(2)]
+        assert {(await router.generate(request)).spans for request in asked} == {((1, 0, 4),)}
+        while not router.replicas[1].supervisor.serves:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await world.update()
+        report = await world.publish(router.replicas, 2)
+        assert not report.failed_replicas and report.num_bytes == whole.num_bytes
+        for replica in router.replicas:
+            assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+        await router.close()
 
     run(test)

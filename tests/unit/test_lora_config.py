@@ -17,6 +17,7 @@ from verl.cli import main
 from verl.config.cluster import roles_on_base
 from verl.config.devices import base_format
 from verl.config.load import load_config
+from verl.config.lora_layers import TrainedFactors
 from verl.config.model_files import describe_model
 from verl.config.validate import validate
 from verl.driver.identity import compare, identity_of, start_beside_folder
@@ -355,7 +356,7 @@ def test_an_adapter_of_the_policys_weights_is_a_set_on_its_base(folder, tmp_path
 VLLM = ("rollout.engine=vllm", "rollout.python=/bin/true")
 
 
-def test_vllm_gets_factors_or_merged_weights_and_the_plan_names_which(folder):
+def test_vllm_gets_factors_or_merged_weights_and_the_plan_names_which(folder, monkeypatch):
     def faults(*args: str, model: str = "tiny") -> list[str]:
         return [*vllm_faults(resolved_of(folder, *VLLM, *args, model=model).config, {}, {})]
 
@@ -370,7 +371,7 @@ def test_vllm_gets_factors_or_merged_weights_and_the_plan_names_which(folder):
         ("rollout.engine=vllm", *url, "rollout.engine_options.max_lora_rank=4"): merged,
         (*VLLM, "sync.engine=shm", "sync.engine_options.bucket_mb=8"): merged,
         (): apart,
-        ("cluster.backend=ray",): merged,
+        ("cluster.backend=ray",): apart,
     }.items():
         assert line in render_plan(planned(folder, RANK, *given)), given
     assert "served" not in render_plan(planned(folder))
@@ -381,6 +382,9 @@ def test_vllm_gets_factors_or_merged_weights_and_the_plan_names_which(folder):
         and "rank 640, and it loads adapters of at most 512; set rollout.engine_options.lora_policy=merged" in large[0]
     )
     assert not faults(*wide, by_merging, model="qwen") and not faults(RANK)
+    monkeypatch.setattr(TrainedFactors, "of_experts", 8)
+    assert merged in render_plan(planned(folder, RANK, *VLLM)), "it takes no factors of experts"
+    assert apart in render_plan(planned(folder, RANK))
 
 
 def test_ranks_of_vllm_that_would_cut_a_block_of_8_bits_are_refused(folder):

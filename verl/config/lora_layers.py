@@ -83,7 +83,8 @@ def served_factors(config: Config) -> TrainedFactors | None:
     the factors added, or if all weights are trained. Raise ValueError as `trained_factors` does."""
     factors, options, url = trained_factors(config), config.rollout.engine_options, config.rollout.url
     streamed = config.sync.engine == "ipc" or config.sync.engine_options.get("bucket_mb") is not None
-    if factors is None or streamed or not traits_of(config.rollout.engine).lora_policy:
+    traits = traits_of(config.rollout.engine)
+    if factors is None or streamed or not traits.lora_policy or (traits.server and factors.of_experts):
         return None
     room = factors.rank if url is None else options.get("max_lora_rank") or 0
     return factors if options.get("lora_policy") != "merged" and room >= factors.rank else None
