@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from verl.algorithms.presets import LOSSES, PRESETS, knobs
 from verl.config.backends import option_keys
 from verl.config.load import load_config, validate
 from verl.config.tree import changed, leaves
+from verl.model_engine.lora_spec import LoraSpec
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +241,8 @@ def test_rules_name_keys_of_the_tree() -> None:
     sections = "|".join({key.split(".")[0] for key in leaves()})
     texts = " ".join(re.findall(r'"([^"\n]*)"', source))
     named = set(re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_]+(?:\.[a-z_]+)?", texts))
-    known = {*leaves(), *option_keys(), *(f"algorithm.options.{name}" for name, option in knobs().items() if option)}
+    known = {f"model.lora.{field.name}" for field in fields(LoraSpec)}
+    known |= {*leaves(), *option_keys(), *(f"algorithm.options.{name}" for name, option in knobs().items() if option)}
     assert named and not named - known, "a message names a key that is not there"
 
 
