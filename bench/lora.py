@@ -9,7 +9,8 @@ products of decode steps with weights in NF4 against the float32 panels of the n
 LoRA sets by the native engine. publish: until the factors of a new version are live. update: an update of 8 x 2 x 128
 tokens with LoRA against one of all weights, in CPU time. step: GRPO steps with LoRA beside TRL with PEFT, of the
 quickstart's workload (with its model, whatever --size is). learn: the quickstart's steps until LoRA has the accuracy
-that training of all weights ends with, as a multiple of its steps.
+that training of all weights ends with, as a multiple of its steps. memory: the peak of processes that train
+on a base in NF4 of 1.5B parameters (an hour or more; lora_memory.py).
 --record writes bench/records/lora/ and this bench's part of bench/RESULTS.md from all records.
 """
 
@@ -37,6 +38,7 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from bench import lora_memory
 from bench.lora_beside_trl import RANKS, measured_steps, ratio, seconds
 from bench.lora_learn import learned, steps_to
 from bench.report import assemble
@@ -350,6 +352,21 @@ async def _publishes(engine: TorchEngine, probes: Sequence[np.ndarray], verify_f
     return min(spent_s[3:]), largest, reports[-1].num_bytes
 
 
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def memory(size: str) -> Iterator[Row]:
+    """Yield the peak memory of processes that train LoRA of rank 32 on a base in NF4 for one step of 8 prompts with 8
+    answers of 128 tokens: GRPO, and PPO with a critic and a reference. The model has the shape of Qwen2.5-1.5B,
+    whatever the size of the other parts is."""
+    shape, tokens = ("tiny", 8) if size == "tiny" else ("1.5B", 128)
+    home = ROOT / "runs" / "bench" / "lora" / shape
+    base = lora_memory.write_base(home / "base", lora_memory.SHAPES[shape])
+    for algorithm, limit in (("grpo", 4.0), ("ppo", 4.6)):
+        arguments = lora_memory.run_arguments(base, home, algorithm, tokens, torch.get_num_threads())
+        yield Row(f"{algorithm} on NF4, {shape}: peak GiB of the process", lora_memory.peak_gib(arguments), limit)
+
+
 PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
     "optimizers": optimizers,
     "nf4": nf4,
@@ -358,6 +375,7 @@ PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
     "update": update,
     "step": step,
     "learn": learn,
+    "memory": memory,
 }
 """The parts by name. Each is given the size of the model."""
 

@@ -8,9 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bench import lora
+from bench import lora, lora_memory
 from bench.lora import Row
+from verl.config.devices import base_format, reads_codes
+from verl.config.load import load_config
+from verl.config.validate import validate
 from verl.model_engine.optimizer_table import OPTIMIZERS
+from verl.model_engine.quantised_parts import load_quantised
+from verl.nn.quant_linear import quantised_layers
 
 
 def test_the_states_of_each_optimizer_are_measured_and_within_their_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,6 +62,23 @@ def test_steps_to_the_accuracy_of_all_weights_are_a_multiple_of_its_steps(monkey
     before, goal, one, _, other, last = lora.learn("tiny")
     assert (before.value, goal.value, one.value, one.limit, last.value) == (0.2, 0.6, 1.0, 1.3, 0.5)
     assert other.value == math.inf and other.limit == 1.6 and not other.met
+
+
+def test_runs_on_a_quantised_base_are_measured_beside_their_limits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The base is one that verl trains on as it is, and both runs are valid; they are not run here."""
+    asked = list[list[str]]()
+    monkeypatch.setattr(lora, "ROOT", tmp_path)
+    monkeypatch.setattr(lora_memory, "peak_gib", lambda arguments: asked.append(arguments) or 4.5)
+    grpo, ppo = lora.memory("tiny")
+    assert (grpo.limit, ppo.limit) == (4.0, 4.6) and not grpo.met and ppo.met
+    for command, *arguments in asked:
+        config = load_config(arguments).config
+        assert command == "train" and base_format(config) == "nf4" and reads_codes(config)
+        validate(config)
+    model = load_quantised(Path(config.model.path), "nf4")
+    assert len(quantised_layers(model)) == 14 and float(model.model.norm.weight.detach().mean()) == 1.0
 
 
 def test_a_limit_that_is_missed_is_named() -> None:
