@@ -86,7 +86,7 @@ QUANTISED = "tests/numerics/test_quantised_training.py"
 LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
 CODES, HEAD = "tests/unit/test_native_codes.py", "tests/numerics/test_linear_logprob.py"
 MEDIA, VISION = "tests/unit/test_media.py", "tests/numerics/test_vision.py"
-SEEN = "tests/numerics/test_image_rollout.py"
+SEEN = "tests/numerics/test_vision_rollout.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
 VLLM_LINES = "tests/unit/test_rollout_vllm.py"
 AWAY = "tests/numerics/test_offload_pinned.py"
@@ -670,12 +670,13 @@ MUTANTS = (
     Mutant("driver/replay.py", "into.drop([REPLAY])", "pass", MEDIA),
     Mutant("runs.py", "ids[at + m.start : at + m.end] = -1 - first", "ids[:0] = -1 - first", PACK),
     Mutant("media_tokens.py", "number[medium]", "medium", PACK),
-    Mutant("models/multimodal.py", "now += length", "now += b - a", VISION),
+    Mutant("models/families.py", "now + length, m.end", "now + m.tokens, m.end", VISION),
     Mutant("models/multimodal.py", "now = int(after[parent]) if parent >= 0 else 0", "now = 0", VISION),
-    Mutant(
-        "rollout/embedded/hf_runner.py", "self._mask[index], self._shift[index]", "self._mask[index], self._shift", SEEN
-    ),
-    Mutant("rollout/embedded/hf_images.py", "positions[..., -1].amax(0) + 1", "positions[0, :, -1] + 1", SEEN),
+    Mutant("rollout/embedded/requests.py", "self.given.media, self.explores", "(), self.explores", SEEN),
+    Mutant("rollout/embedded/images.py", "positions + (len(ids) - after)", "positions", SEEN),
+    Mutant("rollout/embedded/features.py", "self.positions[:, start:end]", "self.positions[:, : end - start]", SEEN),
+    Mutant("rollout/native/prefill.py", "            self._images.clear()", "            pass", SEEN),
+    Mutant("rollout/native/architecture.py", "i % 3 if i < 3 * sections[i % 3] else 0", "i % 3", SEEN),
     Mutant("nn/vision.py", "first[medium.clamp(min=0)] + feature", "first[medium.clamp(min=0)]", VISION),
     Mutant("models/pictures.py", "self._kept.move_to_end(reference)", "pass", "tests/unit/test_pictures.py"),
     Mutant("models/pictures.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),

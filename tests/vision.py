@@ -23,8 +23,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from verl.media_tokens import Picture
 from verl.types import Medium, Sample, Segment
 
-VOCAB, START, END, IMAGE, VIDEO, SPARE = 64, 58, 59, 60, 61, 62
-"""The size of the vocabulary, its special tokens, and a token that no row has."""
+VOCAB, START, END, IMAGE, VIDEO = 64, 58, 59, 60, 61
+"""The size of the vocabulary and its special tokens."""
 _TEXT: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -33,7 +33,7 @@ _TEXT: dict[str, Any] = dict(
     num_attention_heads=2,
     num_key_value_heads=1,
     max_position_embeddings=128,
-    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]},
+    rope_parameters={"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]},
     initializer_range=0.2,
 )
 _TOWER: dict[str, Any] = dict(depth=2, num_heads=2, patch_size=2, temporal_patch_size=1, initializer_range=0.2)
@@ -116,12 +116,12 @@ def rows() -> list[Sample]:
 
 def own_logprobs(model: Any, sample: Sample, content: dict[str, Picture]) -> Tensor:
     """Return the log-probs of a row's sampled tokens by the forward pass of transformers. It finds images by token id,
-    so images get the id `SPARE` here, and a sampled placeholder is text."""
-    model.config.image_token_id = SPARE
+    so images get an id here that the row does not have, and a sampled placeholder is text."""
     ids, kind, sampled, at = sample_ids(sample), np.zeros(sample.total_tokens, np.int64), [], 0
+    spare = model.config.image_token_id = min({*range(VOCAB)} - {*ids.tolist()})
     for s in sample.segments:
         for m in s.media:
-            ids[at + m.start : at + m.end], kind[at + m.start : at + m.end] = SPARE, 1
+            ids[at + m.start : at + m.end], kind[at + m.start : at + m.end] = spare, 1
         sampled += range(at, at + len(s.ids)) if s.source == "sampled" else ()
         at += len(s.ids)
     given: dict[str, Any] = {"input_ids": torch.from_numpy(ids)[None], "use_cache": False}

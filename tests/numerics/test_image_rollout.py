@@ -111,8 +111,6 @@ def test_requests_with_images_that_cannot_be_answered_are_refused_alone(tmp_path
         outside = GenerateRequest("o", good.ids[:4], Sampling(max_tokens=3), media=good.media)
         with pytest.raises(ValueError, match="media are in order, apart, and whole within the 4 tokens"):
             await engine.generate(outside)
-        with pytest.raises(ValueError, match="score: media=.*, but this rollout engine takes no media"):
-            await engine.score(good.ids, media=good.media)
         again = await engine.generate(request("b", good, 3))
         assert np.array_equal(again.ids, first.ids) and (await engine.capabilities()).media
         plain = world.engine(pictures=None)

@@ -145,7 +145,9 @@ def test_rows_without_a_set_have_the_bits_that_they_have_alone() -> None:
 
 
 def test_the_families_are_all_that_native_computes() -> None:
-    assert {CONFIGS[name].model_type for name in FAMILIES} == ARCHITECTURES.keys()
+    """But for models that read images, which take no sets."""
+    read_text = {name for name, one in ARCHITECTURES.items() if one.axes == "one"}
+    assert {CONFIGS[name].model_type for name in FAMILIES} == read_text
 
 
 @pytest.mark.parametrize("way", ["compiled", "fixed rows"])

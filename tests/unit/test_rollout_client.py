@@ -34,7 +34,7 @@ from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
 from verl.rollout.vllm_api import REQUEST_PREFIX, VerlApi, VllmApi
 from verl.rollout.wire import NotUnderstood
-from verl.types import Sampling
+from verl.types import Medium, Sampling
 from verl.weight_sync import shm, tcp
 from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource, saved_parts
 from verl.weight_sync.record import entry_of
@@ -211,7 +211,10 @@ def test_nothing_is_sent_that_would_end_the_engine() -> None:
                 engine.generate(GenerateRequest("r", np.arange(40), greedy(2, stop=("x",)), parameters="math")),
                 "loads no adapters",
             ),
-            (engine.generate(GenerateRequest("r", np.arange(40), greedy(2), media=("ab",))), "takes no media"),
+            (
+                engine.generate(GenerateRequest("r", np.arange(40), greedy(2), media=(Medium("ab", 0, 1),))),
+                "takes no media",
+            ),
             (engine.generate(GenerateRequest("r", np.zeros(64, np.int64), greedy(2))), "leaves no room"),
             (engine.score(PROMPT, temperature=0.7), "temperature=0.7: vLLM scores at temperature 1 only"),
             (engine.score(np.array([VOCAB])), "vocabulary"),

@@ -220,8 +220,8 @@ class ServerManager:
 
     def request(self, request_id: str, ids: np.ndarray, sampling: Sampling) -> GenerateRequest:
         """Return a request to the engine, with the prefix key, the parameter set and the media of this trajectory."""
-        key, parameters, media = self.prefix_key, self.parameters, self.media
-        return GenerateRequest(request_id, ids, sampling, prefix_key=key, parameters=parameters, media=media)
+        key, parameters = self.prefix_key, self.parameters
+        return GenerateRequest(request_id, ids, sampling, prefix_key=key, parameters=parameters, media=self.media)
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:
         """Return the run's sampling, with the loop's changes that leave the distribution as it is, because the trainer

@@ -3,13 +3,13 @@ model that reads them. A family without a row is refused. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from verl.types import Grid
+from verl.types import Grid, Medium
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,27 @@ FAMILIES: Mapping[str, ImageFamily] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "
 def family_of(config: Any) -> ImageFamily | None:
     """Return the row of a model's configuration; None: the model reads text alone, as far as verl knows."""
     return FAMILIES.get(config.model_type)
+
+
+def positions_from(
+    now: int, tokens: int, media: Sequence[Medium], own: Mapping[str, tuple[np.ndarray, int]], axes: int
+) -> tuple[np.ndarray, int]:
+    """Return the positions [axes, tokens] of a run of tokens of which the first has position `now`, and the position of
+    the token after them. Text counts on, and an image has its own positions from there. own: by reference, the result
+    of `ImageFamily.positions`. Raise ValueError for an image with another number of tokens than its placeholders."""
+    out, at = np.empty((axes, tokens), np.int64), 0
+    for m in media:
+        out[:, at : m.start] = now + np.arange(m.start - at)
+        now += m.start - at
+        places, length = own[m.reference]
+        if places.shape[1] != m.tokens:
+            raise ValueError(
+                f"image {m.reference} has {places.shape[1]} tokens by its size, and {m.tokens} placeholders"
+            )
+        out[:, m.start : m.end] = now + places
+        now, at = now + length, m.end
+    out[:, at:] = now + np.arange(tokens - at)
+    return out, now + tokens - at
 
 
 def auto_class(config: Any) -> Any:

@@ -13,7 +13,8 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.errors import Refused
 from verl.media_tokens import MediaTokens, Picture
-from verl.models.families import FAMILIES, family_of
+from verl.models.families import FAMILIES, family_of, positions_from
+from verl.types import Medium
 
 
 def with_pictures(batch: Batch, pictures: Mapping[str, Picture], config: Any) -> Batch:
@@ -42,17 +43,7 @@ def _positions(batch: Batch, media: MediaTokens, places: Mapping[str, tuple[np.n
         now = int(after[parent]) if parent >= 0 else 0
         kind = medium[start:end]
         begins = (np.diff(kind, prepend=-2) != 0) | ((kind >= 0) & (feature[start:end] == 0))
-        edges = [*(start + np.flatnonzero(begins)).tolist(), end]
-        for a, b in zip(edges, edges[1:]):
-            if medium[a] < 0:
-                out[:, a:b] = now + np.arange(b - a)
-                now += b - a
-                continue
-            name = media.references[medium[a]]
-            own, length = places[name]
-            if own.shape[1] != b - a:
-                raise ValueError(f"image {name} has {own.shape[1]} tokens by its size, and {b - a} placeholders")
-            out[:, a:b] = now + own
-            now += length
-        after[s] = now
+        edges = [*np.flatnonzero(begins).tolist(), end - start]
+        own = [Medium(media.references[kind[a]], a, b - a) for a, b in zip(edges, edges[1:]) if kind[a] >= 0]
+        out[:, start:end], after[s] = positions_from(now, end - start, own, places, axes)
     return torch.from_numpy(out)

@@ -21,13 +21,16 @@ from verl.wire import AS_HELD, WireFormat
 if TYPE_CHECKING:
     import torch
 
+    from verl.models.pictures import Pictures
+
 PauseMode = Literal["keep", "wait", "abort"]
+Media = Sequence[Medium]
 DecodeFn = Callable[[Sequence[int]], str]
 OnTokens = Callable[[np.ndarray, np.ndarray], object]  # ids [t] int64, log-probs [t] float32
 
 
 class ReplicaLost(RuntimeError):
-    """Raised if an engine has died or its answers are no longer valid. Another engine may get the same request."""
+    """An engine has died, or its answers are no longer valid. The same request may be sent to another engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,7 @@ class Completion:
 class Traits:
     """The abilities of one kind of rollout engine, known without starting it. Those of servers are in traits.py.
 
-    Traits of servers describe their HTTP API. Where a server lacks an ability, the client provides it or refuses the
-    request.
-    """
+    Traits of servers describe their HTTP API. What a server lacks the client provides, or it refuses the request."""
 
     server: bool = False
     """It is a server in a process of its own, with every cluster.backend. Others run in a process of the run."""
@@ -227,8 +228,8 @@ class RolloutContext:
     """The exploration noise of each version of the policy. None: there is none."""
     place: ServerPlace | None = None
     """The place of the server, for an engine that is one."""
-    pictures: Any = None
-    """The `Pictures` from which an engine of this process reads images; None: it takes none."""
+    pictures: Pictures | None = None
+    """The content of the images of requests. None: requests have no images."""
 
     def __post_init__(self) -> None:
         check_positive(max_context_tokens=self.max_context_tokens)
@@ -242,14 +243,14 @@ def check_positive(**sizes: int) -> None:
             raise Refused(f"{name}={value}: must be at least 1")
 
 
-def check_inputs(able: Capabilities, what: str, parameters: str, media: Sequence[object], noise: bool = False) -> None:
+def check_inputs(able: Capabilities, what: str, parameters: str, media: Media, noise: bool = False) -> None:
     """Raise ValueError for a LoRA set, media or exploration noise that the engine does not take."""
     if noise and not able.noise:
         raise ValueError(f"{what}: noise=True, but this rollout engine has no exploration noise; leave it out")
     if parameters != POLICY_SET.id and not able.lora_rank:
         raise ValueError(f"{what}: adapter={parameters!r}, but this rollout engine loads no adapters; leave it out")
     if media and not able.media:
-        raise ValueError(f"{what}: media={list(media)}, but this rollout engine takes no media; remove them")
+        raise ValueError(f"{what}: {len(media)} media, but this rollout engine takes no media; remove them")
 
 
 def check_live(what: str, name: str, sets: Collection[str]) -> None:
@@ -375,7 +376,7 @@ class GenerateRequest:
     parameters: str = POLICY_SET.id
     """The id of the parameter set that samples: the policy's, or that of a published LoRA set on top of it."""
     media: tuple[Medium, ...] = ()
-    """The images of the prompt, with their places in it."""
+    """The images of the prompt. Every other token is text, whatever its id is."""
     begun: PartialAnswer | None = None
     """The beginning of the answer, from engines that were lost: the engine continues it. When the call ends, also with
     an error, it contains the tokens with a certain version. Only for an engine that can continue answers."""
@@ -395,7 +396,7 @@ class RolloutEngine(Generates, Protocol):
     """An engine that samples answers, scores sequences and loads published weights."""
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Media = ()
     ) -> np.ndarray:
         """Return log-probs [t-1] float32 of ids[1:] given their prefix, under the live weights of the set."""
         ...
@@ -460,8 +461,7 @@ class RolloutEngine(Generates, Protocol):
 
     @property
     def base(self) -> str:
-        """The identity of the live full set, on which factors of the policy can be published alone; "" if there is none
-        or it is not known."""
+        """The identity of the live full set, on which the policy's factors can be published alone; "": not known."""
         ...
 
     @property

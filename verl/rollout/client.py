@@ -18,6 +18,7 @@ from verl.rollout.base import (
     Capabilities,
     Completion,
     GenerateRequest,
+    Media,
     PauseMode,
     RolloutContext,
     Traits,
@@ -70,7 +71,7 @@ class ServedEngine(BaseEngine):
         return await self.answers.generate(request)
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Media = ()
     ) -> np.ndarray:
         self._check_inputs("score", parameters, media)
         return await self.answers.score(ids, temperature, parameters)
@@ -150,6 +151,6 @@ class ServedEngine(BaseEngine):
         self.connection.check_alive()
         await self.start.up()
 
-    def _check_inputs(self, what: str, parameters: str, media: Sequence[object], noise: bool = False) -> None:
+    def _check_inputs(self, what: str, parameters: str, media: Media, noise: bool = False) -> None:
         self.connection.check_alive()
         check_inputs(self.connection.able, what, parameters, media, noise)

@@ -19,6 +19,7 @@ from verl.rollout.base import (
     Capabilities,
     Completion,
     GenerateRequest,
+    Media,
     PartialAnswer,
     PauseMode,
     ReplicaLost,
@@ -168,7 +169,7 @@ class Router(EngineWrapper):
                 self._on_failure(self._failure)
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Media = ()
     ) -> np.ndarray:
         chosen = self._choose(None, await self._having("score", parameters))
         return await self.replicas[chosen].score(ids, temperature=temperature, parameters=parameters, media=media)

@@ -14,6 +14,7 @@ from verl.rollout.base import (
     Capabilities,
     Completion,
     GenerateRequest,
+    Media,
     PauseMode,
     RolloutEngine,
     Scores,
@@ -33,7 +34,7 @@ class EngineWrapper(BaseEngine):
         raise NotImplementedError
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Media = ()
     ) -> np.ndarray:
         named = {"temperature": temperature, "parameters": parameters, "media": tuple(media)}
         return np.asarray(await self.forward("score", ids, **named))

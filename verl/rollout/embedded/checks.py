@@ -7,37 +7,34 @@ from dataclasses import replace
 
 import numpy as np
 
-from verl.rollout.base import GenerateRequest, check_request, checked_ids
-from verl.rollout.embedded.core import ReadsImages, Runner
-from verl.types import Segment, as_ids
-
-
-def reads_images(runner: Runner) -> bool:
-    """Return True if prompts of the runner may have images."""
-    return isinstance(runner, ReadsImages) and runner.reads_images
+from verl.rollout.base import GenerateRequest, Media, RolloutContext, check_request, checked_ids
+from verl.rollout.embedded.core import Runner
+from verl.rollout.embedded.images import ImageReader, RequestImages
+from verl.rollout.embedded.requests import ActiveRequest
+from verl.types import as_ids
 
 
 class InputChecks:
-    """The checks against the vocabulary and the context of a runner. With `decodes` the engine can match stop
-    strings."""
+    """The checks against the vocabulary, the context and the images of a runner."""
 
-    def __init__(self, runner: Runner, *, decodes: bool) -> None:
-        self._runner, self._decodes = runner, decodes
+    def __init__(self, runner: Runner, context: RolloutContext) -> None:
+        self._runner, self._decodes = runner, context.decode is not None
+        self.images = ImageReader(context)
         self._in_vocabulary = b""  # the bytes of the ids that were checked last
 
-    def request(self, request: GenerateRequest, running: Container[str]) -> GenerateRequest:
-        """Return the request with its ids as int64. Raise ValueError for one that cannot run."""
+    def request(self, request: GenerateRequest, running: Container[str]) -> ActiveRequest:
+        """Return the request with its ids as int64 and its images. Raise ValueError for one that cannot run."""
         request = replace(request, prompt_ids=self._ids(request.id, request.prompt_ids))
         room = self._runner.max_context_tokens
         check_request(request, running, max_context_tokens=room, decodes=self._decodes)
-        if request.media and isinstance(self._runner, ReadsImages):
-            Segment(ids=request.prompt_ids, source="prompt", media=request.media)  # it checks the places
-            self._runner.read_images(request.media)
-        return request
+        return ActiveRequest(request, images=self.images.of(request.id, request.prompt_ids, request.media))
 
-    def scored(self, ids: np.ndarray, temperature: float, top: int) -> np.ndarray:
-        """Return the ids [t] int64 of a sequence to score. Raise ValueError if it is too long or has other ids than
-        those of the vocabulary, for a negative temperature, and for a `top` above the vocabulary."""
+    def scored(
+        self, ids: np.ndarray, temperature: float, top: int, media: Media
+    ) -> tuple[np.ndarray, RequestImages | None]:
+        """Return the ids [t] int64 of a sequence to score, and its images. Raise ValueError if it is too long or has
+        other ids than those of the vocabulary, for a negative temperature, for a `top` above the vocabulary, and for
+        images that do not fit the ids."""
         ids = self._ids("score", ids)
         if len(ids) > self._runner.max_context_tokens:
             raise ValueError(f"score: {len(ids)} tokens exceed max_context_tokens={self._runner.max_context_tokens}")
@@ -45,7 +42,7 @@ class InputChecks:
             raise ValueError(f"temperature={temperature}: must be >= 0 (0 is greedy, scored at temperature 1)")
         if not 0 <= top <= self._runner.vocab_size:
             raise ValueError(f"{top} likeliest tokens: the vocabulary has {self._runner.vocab_size}")
-        return ids
+        return ids, self.images.of("score", ids, media)
 
     def _ids(self, what: str, ids: np.ndarray) -> np.ndarray:
         ids = as_ids(ids)

@@ -17,10 +17,10 @@ from torch import Tensor
 from verl.errors import Refused
 from verl.parameter_set import POLICY_SET, ParameterSet, check_base, set_of
 from verl.rollout.base import Completion, DecodeFn, Scores, WeightReader, check_live
+from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.requests import REASONS, ActiveRequest, News, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
 from verl.rollout.policy_reader import PolicyReader
-from verl.types import Medium
 from verl.wire import WireFormat
 
 Finished = tuple[ActiveRequest, Completion]
@@ -115,18 +115,6 @@ def set_abilities(runner: object) -> SetAbilities:
 
 
 @runtime_checkable
-class ReadsImages(Protocol):
-    """A `Runner` that may compute prompts with images."""
-
-    reads_images: bool
-
-    def read_images(self, media: Sequence[Medium]) -> None:
-        """Read the images of a prompt, in any thread. Raise ValueError for one that cannot be read, or that has another
-        number of tokens than its placeholders."""
-        ...
-
-
-@runtime_checkable
 class Explores(Protocol):
     """A `Runner` that may have exploration noise."""
 
@@ -185,8 +173,15 @@ class Runner(Protocol):
         remaining row has more than `tokens` tokens of KV."""
         ...
 
-    def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
-        """Return the scores of a sequence under a parameter set, with the `top` most likely ids."""
+    def score(
+        self,
+        ids: np.ndarray,
+        temperature: float,
+        top: int = 0,
+        parameters: str = POLICY_SET.id,
+        images: RequestImages | None = None,
+    ) -> Scores:
+        """Return the scores of a sequence with these images under a parameter set, with the `top` most likely ids."""
         ...
 
     def drop_kv(self) -> int:

@@ -27,6 +27,7 @@ from verl.rollout.base import (
     Capabilities,
     Completion,
     GenerateRequest,
+    Media,
     PauseMode,
     ReplicaLost,
     RolloutContext,
@@ -35,7 +36,7 @@ from verl.rollout.base import (
     capabilities_of,
     check_inputs,
 )
-from verl.rollout.embedded.checks import InputChecks, reads_images
+from verl.rollout.embedded.checks import InputChecks
 from verl.rollout.embedded.core import EngineCore, Explores, Finished, ReadsFormat, Runner, set_abilities
 from verl.rollout.embedded.load_thread import LoadThread
 from verl.rollout.embedded.requests import ActiveRequest, News
@@ -59,13 +60,12 @@ class EmbeddedEngine(BaseEngine):
 
     def __init__(self, runner: Runner, context: RolloutContext, *, prefix_cache: bool, notes: tuple[str, ...]) -> None:
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
-        self._runner, self._checks = runner, InputChecks(runner, decodes=context.decode is not None)
+        self._runner, self._checks = runner, InputChecks(runner, context)
         form = runner.weight_format if isinstance(runner, ReadsFormat) else AS_HELD
-        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, fp8=context.fp8, codes=form.codes)
-        noisy = isinstance(runner, Explores) and runner.noise_sigma is not None
-        traits = replace(traits, stop_strings=context.decode is not None, media=reads_images(runner), noise=noisy)
+        noisy, seen = isinstance(runner, Explores) and runner.noise_sigma is not None, self._checks.images.reads
+        traits = replace(IN_PROCESS, prefix_cache=prefix_cache, media=seen, noise=noisy, codes=form.codes)
         self._capabilities = capabilities_of(
-            traits,
+            replace(traits, fp8=context.fp8, stop_strings=context.decode is not None),
             max_context_tokens=context.max_context_tokens,
             sleep_levels=(1, 2),
             weights=form,
@@ -93,7 +93,7 @@ class EmbeddedEngine(BaseEngine):
         check_inputs(self._capabilities, request.id, request.parameters, request.media, request.sampling.noise)
         self._core.check_set(request.id, request.parameters)
         self._check_weights("generate")
-        active = ActiveRequest(self._checks.request(request, self._pending))
+        active = self._checks.request(request, self._pending)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[request.id] = (active, future)
         self._inbox.append(active)
@@ -107,23 +107,23 @@ class EmbeddedEngine(BaseEngine):
                 self._wake_driver()
 
     async def score(
-        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Sequence[str] = ()
+        self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Media = ()
     ) -> np.ndarray:
-        check_inputs(replace(self._capabilities, media=False), "score", parameters, media)
-        return (await self._scored(ids, temperature, 0, parameters)).logprobs
+        check_inputs(self._capabilities, "score", parameters, media)
+        return (await self._scored(ids, temperature, 0, parameters, media)).logprobs
 
     async def score_top(self, ids: np.ndarray, top: int) -> Scores:
         return await self._scored(ids, 1.0, top, POLICY_SET.id)
 
-    async def _scored(self, ids: np.ndarray, temperature: float, top: int, parameters: str) -> Scores:
-        ids = self._checks.scored(ids, temperature, top)
+    async def _scored(self, ids: np.ndarray, temperature: float, top: int, name: str, media: Media = ()) -> Scores:
+        ids, images = self._checks.scored(ids, temperature, top, media)
         if len(ids) < 2:
             return Scores(np.zeros(0, np.float32), np.zeros((0, top), np.int64), np.zeros((0, top), np.float32))
 
         async def run(control: Control) -> Scores:
             self._check_weights("score")
-            self._core.check_set("score", parameters)
-            return await self._in_thread(partial(self._runner.score, ids, temperature or 1.0, top, parameters))
+            self._core.check_set("score", name)
+            return await self._in_thread(partial(self._runner.score, ids, temperature or 1.0, top, name, images))
 
         return await self._control(run)
 

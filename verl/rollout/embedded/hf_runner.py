@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from verl.media_tokens import Picture
 from verl.models.families import auto_class, family_of
 from verl.nn.lora import LowRank, low_ranks, with_low_ranks
 from verl.nn.rope import fix_rope
-from verl.nn.vision import Vision
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import RolloutContext, Scores, WeightReader, check_positive
 from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled, check_context
-from verl.rollout.embedded.hf_images import check_images, image_prompts
+from verl.rollout.embedded.features import EncodedImages, Features, features_of
+from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import sample, score_logits, scores_of, to_host
 from verl.rollout.weight_format import format_of_module
-from verl.types import Medium
 from verl.wire import WireFormat
 
 
@@ -48,18 +48,14 @@ class HfRunner:
         if module is not None:
             fix_rope(module, self.max_context_tokens)
         self._arguments: frozenset[str] = frozenset()  # parameters of the module's forward
-        self._family, self._pictures = family_of(context.hf_config), context.pictures
-        self.reads_images = self._family is not None and self._pictures is not None
-        self._vision: Vision | None = None
-        self._shift = torch.zeros(
-            0, dtype=torch.int64
-        )  # [rows] what images add to the positions of the tokens after them
         self._cache: Any = None  # transformers.Cache of the resident rows
         self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
         self.lora_rank = int(text.hidden_size)
         self._sets: dict[str, tuple[ParameterSet, dict[str, LowRank]]] = {}
         self._resident = POLICY_SET.id  # the parameter set of the resident rows
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
+        self._family = family_of(context.hf_config)
+        self._images = EncodedImages(self._encode)
 
     @cached_property  # `isinstance` with a protocol reads it too
     def weight_format(self) -> WireFormat:
@@ -79,6 +75,7 @@ class HfRunner:
         if not self._loaded or self._module is None:
             return self.prepare(source)()
         self._loaded = False  # until all tensors are loaded
+        self._images.clear()
         state = self._module.state_dict(keep_vars=True)
         places = {id(t): Destination(t.shape, t.data, t.shape, t.dtype) for t in state.values()}
         receive(source.tensors(), {name: places[id(live)] for name, live in state.items()})
@@ -102,9 +99,8 @@ class HfRunner:
             for live in state.values():
                 live.data = fresh[id(live)].into
             self._module, self._loaded = module, True
+            self._images.clear()
             self._arguments = frozenset(inspect.signature(module.forward).parameters)
-            if self._family is not None:
-                self._vision = Vision(module, self._family, self._pictures)
 
         return switch
 
@@ -129,10 +125,11 @@ class HfRunner:
         """Admit a new batch after the last one has ended: the first waiting requests, of one parameter set, as many as
         fit in `max_prefill_tokens` when padded to the longest of them, at least one."""
         prompts: list[np.ndarray] = []
-        taken: list[ActiveRequest] = []
         longest = 0
         if resident:
             return None
+        if self._resident != waiting[0].given.parameters:  # a set may change the tower
+            self._images.clear()
         self._resident = waiting[0].given.parameters
         for request in islice(waiting, self.max_rows):
             if request.given.parameters != self._resident:
@@ -141,7 +138,6 @@ class HfRunner:
             if prompts and longest * (len(prompts) + 1) > self._max_prefill_tokens:
                 break
             prompts.append(request.context())
-            taken.append(request)
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # [n, T], left-padded; a masked id has no effect
         mask = torch.zeros_like(ids)
@@ -150,11 +146,9 @@ class HfRunner:
             mask[row, width - len(prompt) :] = 1
         self._cache, self._mask = None, mask.to(self._device)
         self._counts["prefill_tokens"] += int(mask.sum())
-        inputs: dict[str, Any] = {"input_ids": ids.to(self._device)}
-        positions, self._shift = (self._mask.cumsum(-1) - 1).clamp_(min=0), self._mask.new_zeros(len(prompts))
-        if self._vision is not None:
-            inputs, positions, self._shift = image_prompts(self._vision, taken, inputs["input_ids"], mask.bool())
-        logits = self._forward(inputs, positions)
+        images = [request.images for request in islice(waiting, len(prompts))]
+        at = (self._mask.cumsum(-1) - 1).clamp_(min=0)
+        logits = self._forward(ids.to(self._device), at, images)
         return Admitted([0] * len(prompts), lambda sampling: to_host(*sample(logits, sampling)))
 
     @torch.inference_mode()
@@ -163,31 +157,64 @@ class HfRunner:
         self._mask = torch.cat([self._mask, self._mask.new_ones(n, 1)], dim=1)
         ids, at = (torch.from_numpy(column)[:, None].to(self._device) for column in (rows.tokens, rows.positions))
         self._counts["decode_tokens"] += n
-        at = at + self._shift[:, None]
-        if self._vision is not None:
-            at = self._vision.positions(at)
-        return partial(to_host, *sample(self._forward({"input_ids": ids}, at), rows.sampling))
+        return partial(to_host, *sample(self._forward(ids, at), rows.sampling))
 
-    def read_images(self, media: Sequence[Medium]) -> None:
-        check_images(self._config, self._pictures, media)
-
-    def _forward(self, inputs: Mapping[str, Any], positions: Tensor) -> Tensor:
-        """Compute inputs [n, t] at positions [..., n, t], and return the logits [n, V] after the last one of each
-        row."""
+    def _forward(self, ids: Tensor, positions: Tensor, images: Sequence[RequestImages | None] = ()) -> Tensor:
+        """Compute ids at positions, both [n, t], and return the logits [n, V] after the last id of each row. images:
+        those of each row, which ends with the last id; (): none."""
         assert self._module is not None
-        module: Any = self._module
-        options = {"position_ids": positions, "logits_to_keep": 1}
-        known = {name: value for name, value in options.items() if name in self._arguments}
-        cache = {"past_key_values": self._cache, "use_cache": True}
+        cache: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True}
         with self._with_set(self._resident):
-            if self._vision is None:
-                out = module(**inputs, attention_mask=self._mask, **cache, **known)
-                logits: Tensor = out.logits[:, -1]
-            else:
-                out = self._vision.language(**inputs, attention_mask=self._mask, position_ids=positions, **cache)
-                logits = module.get_output_embeddings()(out.last_hidden_state[:, -1])
+            if any(image is not None for image in images):
+                hidden, self._cache = self._read(ids, positions, images, self._mask, cache)
+                return self._head(hidden[:, -1])
+            options = {"position_ids": positions, "logits_to_keep": 1}
+            known = {name: value for name, value in options.items() if name in self._arguments}
+            out = self._module(input_ids=ids, attention_mask=self._mask, **cache, **known)
         self._cache = out.past_key_values
+        return out.logits[:, -1]
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        module: Any = self._module
+        logits: Tensor = module.get_output_embeddings()(hidden)
         return logits
+
+    def _encode(self, picture: Picture) -> Features:
+        module: Any = self._module
+        given = picture.patches.to(self._device), torch.tensor([picture.grid], device=self._device)
+        return features_of(module.base_model.get_image_features(*given, return_dict=True))
+
+    def _read(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        images: Sequence[RequestImages | None],
+        mask: Tensor,
+        cache: Mapping[str, Any],
+    ) -> tuple[Tensor, Any]:
+        """Return the final hidden states [n, t, hidden] of rows with images, and the cache. mask [n, t]: 0 at left
+        padding."""
+        assert self._family is not None
+        module: Any = self._module
+        language: Any = module.base_model.get_submodule(self._family.language)
+        n, width = ids.shape
+        at = positions.expand(self._family.axes, n, width).clone()
+        x = language.get_input_embeddings()(ids)
+        here, deeper = torch.zeros_like(ids, dtype=torch.bool), list[tuple[Tensor, ...]]()
+        for row, image in enumerate(images):
+            if image is not None:
+                first = width - int(mask[row].sum())
+                seen = self._images.seen(image, width - first)
+                where = torch.from_numpy(seen.where).to(self._device) + first
+                at[:, row, first:] = seen.positions
+                x[row, where], here[row, where] = seen.features, True
+                deeper.append(seen.deeper)
+        more: dict[str, Any] = {}
+        if deeper[0]:
+            added = [torch.cat(states) for states in zip(*deeper, strict=True)]
+            more = {"visual_pos_masks": here, "deepstack_visual_embeds": added}
+        out = language(inputs_embeds=x, position_ids=at, attention_mask=mask, **cache, **more)
+        return out.last_hidden_state, out.past_key_values
 
     @torch.inference_mode()
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
@@ -195,18 +222,33 @@ class HfRunner:
         order[holes] = sources
         index = torch.from_numpy(order).to(self._device)
         self._cache.batch_select_indices(index)
-        self._mask, self._shift = self._mask[index], self._shift[index]
+        self._mask = self._mask[index]
 
     @torch.inference_mode()
-    def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
+    def score(
+        self,
+        ids: np.ndarray,
+        temperature: float,
+        top: int = 0,
+        parameters: str = POLICY_SET.id,
+        images: RequestImages | None = None,
+    ) -> Scores:
         assert self._module is not None
         given = torch.from_numpy(ids).to(self._device)
+        rows = given[None, :-1]
         with self._with_set(parameters):
-            logits = self._module(input_ids=given[None, :-1], use_cache=False).logits[0]
+            if images is None:
+                logits = self._module(input_ids=rows, use_cache=False).logits[0]
+            else:
+                self._images.clear()  # a set may change the tower
+                at = torch.arange(rows.shape[1], device=self._device)[None]
+                logits = self._head(self._read(rows, at, [images], torch.ones_like(rows), {"use_cache": False})[0][0])
+                self._images.clear()
         return scores_of([score_logits(logits, given[1:], temperature, top)])
 
     def drop_kv(self) -> int:
         layers = self._cache.layers if self._cache is not None else ()
+        self._images.clear()
         freed = sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if isinstance(t, Tensor))
         self._cache, self._mask = None, self._mask[:0]
         return freed

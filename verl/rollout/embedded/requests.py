@@ -12,6 +12,7 @@ import numpy as np
 
 from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Completion, DecodeFn, GenerateRequest
+from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.sampler import SamplingMetadata, stream_of
 from verl.types import NOISE_SIDE, Medium, StopReason
 
@@ -39,6 +40,8 @@ class ActiveRequest:
     """The standard deviation of the noise of each version that has sampled, if it explores."""
     reported: int = 0
     """The number of tokens that `on_tokens` was called with."""
+    images: RequestImages | None = None
+    """The content of the images of its prompt."""
 
     @property
     def explores(self) -> bool:

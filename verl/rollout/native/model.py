@@ -17,6 +17,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention
 from verl.accel.devices import device_facts
 from verl.accel.linear import Layers
 from verl.accel.operations import Call
+from verl.rollout.embedded.features import SeenImages, packed
 from verl.rollout.native.architecture import Shape, rotary_frequencies, shape_of
 from verl.rollout.native.kv import SlotCache
 from verl.rollout.native.layers import add_normed
@@ -32,8 +33,9 @@ class RotaryTable:
     """The rotations of RoPE: e^(i position frequency) as complex64 [kinds, positions, D/2], computed for more positions
     when they are needed."""
 
-    def __init__(self, frequencies: tuple[Tensor, Tensor], device: torch.device) -> None:
+    def __init__(self, frequencies: tuple[Tensor, Tensor], axes: Sequence[int], device: torch.device) -> None:
         self._frequencies, self._factors = (t.to(device) for t in frequencies)
+        self._axes = torch.tensor(axes, dtype=torch.int64, device=device)  # of the position of each frequency
         self.table = torch.zeros(len(self._factors), 0, self._frequencies.shape[1], dtype=torch.complex64).to(device)
 
     def reserve(self, positions: int) -> None:
@@ -45,8 +47,11 @@ class RotaryTable:
             self.table = torch.complex(angles.cos() * factors, angles.sin() * factors)
 
     def at(self, positions: Tensor) -> Tensor:
-        """Return the rotations [kinds, T, 1, D/2] at positions [T], the same for every head."""
-        return self.table.index_select(1, positions)[:, :, None]
+        """Return the rotations [kinds, T, 1, D/2] at positions [T] or [axes, T], the same for every head."""
+        if positions.dim() == 1:
+            return self.table.index_select(1, positions)[:, :, None]
+        of_frequencies = positions.index_select(0, self._axes).t()  # [T, D/2]
+        return self.table.gather(1, of_frequencies.expand(len(self.table), -1, -1))[:, :, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,7 @@ class Chunk:
 
     ids: Tensor  # [t]
     past: Tensor
+    seen: SeenImages | None = None  # the images of these tokens
 
     @property
     def span(self) -> tuple[int, int]:
@@ -68,7 +74,7 @@ class Model:
     def __init__(self, config: Any, max_context_tokens: int, device: torch.device) -> None:
         self.shape, self.device = shape_of(config, max_context_tokens), device
         self.prompt_attention: Call | None = None  # of a prefill, if torch has to compute it with masks
-        self.rotary = RotaryTable(rotary_frequencies(config, self.shape.head_dim), device)
+        self.rotary = RotaryTable(rotary_frequencies(config, self.shape.head_dim), self.shape.axes, device)
         self.weights: Weights | None = None
 
     @property
@@ -82,14 +88,20 @@ class Model:
         """The number of weights of an average matrix product."""
         return self.live.params / (4 * self.shape.layers + 1)
 
-    def forward(self, ids: Tensor, attention: Attention, sets: SetRows | None) -> Tensor:
+    def forward(
+        self, ids: Tensor, attention: Attention, sets: SetRows | None, seen: SeenImages | None = None
+    ) -> Tensor:
         """Return the final hidden states [T, hidden] of ids [T]. Prefill and decode differ only in `attention`. sets:
-        the LoRA sets of these tokens, if any has one."""
+        the LoRA sets of these tokens, if any has one · seen: their images."""
         weights = self.live
         x = weights.embedded(ids)
+        if seen is not None:
+            seen.replace_in(x)
         for i, layer in enumerate(adapted(layer, i, sets) for i, layer in enumerate(weights.layers)):
             x = add_normed(x, layer.out, attention(i, layer, layer.qkv(layer.norm(x))), layer.out_norm)
             x = add_normed(x, layer.mlp, layer.mlp_norm(x), layer.mlp_out_norm)
+            if seen is not None and i < len(seen.deeper):
+                seen.add_to(x, i)
         return weights.norm(x)
 
     def split_heads(self, qkv: Tensor, layer: Layer, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -165,8 +177,10 @@ class Model:
         s = self.shape
         spans = [chunk.span for chunk in chunks]
         self.rotary.reserve(max(end for _, end in spans))
+        seen = packed([chunk.seen for chunk in chunks], spans, self.device)
         positions = torch.cat([torch.arange(*span) for span in spans]).to(self.device)
-        rotary, plan = self.rotary.at(positions), PrefillAttention(chunks, s, self.device, self.prompt_attention)
+        rotary = self.rotary.at(positions if seen is None else seen.positions)
+        plan = PrefillAttention(chunks, s, self.device, self.prompt_attention)
         kv = self.live.embed.new_empty(s.layers, 2, s.kv_heads, len(positions), s.head_dim)
 
         def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
@@ -175,7 +189,7 @@ class Model:
             kv[i, 1].copy_(v.transpose(0, 1))
             return plan.attend(i, layer.window, q, k, v).flatten(1)
 
-        return kv, self.forward(torch.cat([c.ids for c in chunks]), attention, sets)
+        return kv, self.forward(torch.cat([c.ids for c in chunks]), attention, sets, seen)
 
     @torch.inference_mode()
     def prefill_joined(

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from verl.accel.cpu.lanes import Lanes, wide_pays
-from verl.parameter_set import POLICY_SET
+from verl.rollout.embedded.features import EncodedImages, SeenImages
+from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.requests import ActiveRequest, PromptKey
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.model import Chunk, Model
@@ -40,8 +41,14 @@ class Job:
     all of them for others."""
     keep: bool
     """True if the prompt is put into the prefix store."""
+    seen: SeenImages | None
+    """Its images."""
     entry: Prefix | None = None
     """The computed prompt; None until the last pass."""
+
+    def part(self, tokens: int) -> SeenImages | None:
+        """Return the images of the next tokens."""
+        return None if self.seen is None else self.seen.part(self.done, self.done + tokens)
 
     def add(self, kv: Tensor, hidden: Tensor) -> None:
         """Add the KV [layers, 2, K, t, D] of the next t tokens. `hidden` [hidden] is the final state of the last."""
@@ -60,9 +67,16 @@ class Prefiller:
     requests."""
 
     def __init__(
-        self, model: Model, sets: LiveSets, lanes: Lanes, dtype: torch.dtype, options: Options, deterministic: bool
+        self,
+        model: Model,
+        sets: LiveSets,
+        lanes: Lanes,
+        dtype: torch.dtype,
+        images: EncodedImages | None,
+        options: Options,
+        deterministic: bool,
     ) -> None:
-        self._model, self._sets, self._lanes, self._dtype = model, sets, lanes, dtype
+        self._model, self._sets, self._lanes, self._dtype, self._images = model, sets, lanes, dtype, images
         self._max_prefill_tokens, self._deterministic = options.max_prefill_tokens, deterministic
         self.store = PrefixStore(options.prefix_cache_tokens)
         self._jobs: dict[PromptKey, Job] = {}
@@ -71,6 +85,8 @@ class Prefiller:
     def clear(self) -> None:
         self.store.clear()
         self._jobs.clear()
+        if self._images is not None:
+            self._images.clear()
 
     def forget(self, name: str) -> None:
         """Drop the prompts of a parameter set, computed or in progress."""
@@ -99,15 +115,23 @@ class Prefiller:
         entry = self.store.get(key)
         return None if entry is None else (entry, len(entry.ids))
 
-    def hidden_states(self, ids: Tensor, name: str = POLICY_SET.id) -> Iterator[Tensor]:
+    def hidden_states(self, ids: Tensor, name: str, images: RequestImages | None) -> Iterator[Tensor]:
         """Yield the final hidden states of the sequence ids [t] under a parameter set, `max_prefill_tokens` tokens at a
-        time."""
-        kv = self._empty(0)
+        time. images: those of the whole sequence."""
+        kv, seen = self._empty(0), self._seen(images, len(ids))
         for chunk in ids.split(self._max_prefill_tokens):
-            sets = self._sets.grouped(np.full(len(chunk), self._sets.number(name)))
-            new, hidden = self._lanes.wide(partial(self._model.prefill, [Chunk(chunk, kv)], sets))
+            sets, done = self._sets.grouped(np.full(len(chunk), self._sets.number(name))), kv.shape[3]
+            mine = Chunk(chunk, kv, None if seen is None else seen.part(done, done + len(chunk)))
+            new, hidden = self._lanes.wide(partial(self._model.prefill, [mine], sets))
             kv = torch.cat([kv, new], dim=3)
             yield hidden
+
+    def _seen(self, images: RequestImages | None, tokens: int) -> SeenImages | None:
+        """Return the images of a prompt with the text after it, encoded."""
+        if images is None:
+            return None
+        assert self._images is not None, "an engine without a vision tower refuses images"
+        return self._lanes.wide(partial(self._images.seen, images, tokens))
 
     def _empty(self, tokens: int) -> Tensor:
         s = self._model.shape
@@ -124,7 +148,8 @@ class Prefiller:
             done = past.shape[3]
             kv[:, :, :, :done] = past
         self.counts["reused_tokens"] += done
-        return Job(key, ids, kv, done, cached=done, keep=not len(request.ids))
+        seen = self._seen(request.images, len(ids))
+        return Job(key, ids, kv, done, cached=done, keep=not len(request.ids), seen=seen)
 
     def advance(self) -> None:
         """Run one pass, of at most `max_prefill_tokens` tokens."""
@@ -179,12 +204,16 @@ class Prefiller:
 
         def width(item: Part) -> int:
             end = item[0].done + item[1]
-            return 0 if joined is None or end > SHORT_PROMPT else max(MIN_WIDTH, 1 << (end - 1).bit_length())
+            return (
+                0
+                if joined is None or end > SHORT_PROMPT or item[0].seen is not None
+                else max(MIN_WIDTH, 1 << (end - 1).bit_length())
+            )
 
         for short, same in groupby(sorted(part, key=width), key=width):
             items = list(same)
             ids = [torch.from_numpy(job.ids[job.done : job.done + n]).to(model.device) for job, n in items]
-            chunks = [Chunk(new, job.kv[:, :, :, : job.done]) for new, (job, _) in zip(ids, items)]
+            chunks = [Chunk(new, job.kv[:, :, :, : job.done], job.part(n)) for new, (job, n) in zip(ids, items)]
             numbers = [np.full(n, self._sets.number(job.key[0])) for job, n in items]
             sets = self._sets.grouped(np.concatenate(numbers))
             if joined is not None and short:

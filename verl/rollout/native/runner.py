@@ -16,11 +16,14 @@ from verl.accel.linear import Products
 from verl.accel.operations import Call, Use
 from verl.accel.table import choose
 from verl.errors import Refused
+from verl.media_tokens import Picture
 from verl.nn.fp8 import dequantised
 from verl.nn.precision import native_bf16
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import RolloutContext, Scores, WeightReader
 from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled
+from verl.rollout.embedded.features import EncodedImages, Features
+from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest, PromptKey
 from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, score_logits, scores_of, split_draws
@@ -74,8 +77,7 @@ class NativeRunner:
         emulates = context.dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulates else context.dtype
         self.model = Model(context.hf_config, self.max_context_tokens, device)
-        self.vocab_size = self.model.shape.vocab
-        self._tower = tower_of(context.hf_config, self.compute_dtype, device)
+        self.vocab_size, self._tower = self.model.shape.vocab, tower_of(context.hf_config, self.compute_dtype, device)
         prompts = choose("prompt_attention", self._use())
         self.model.prompt_attention = None if prompts is None else prompts.call
         in_pages = device.type == "cuda" if paged is None else paged
@@ -100,11 +102,12 @@ class NativeRunner:
             in_pages = in_pages and not self._deterministic and not self.model.shape.attention_cap
         elif self._deterministic:
             fused, in_pages = fused.with_exact_rows(), not self._fixed_rows
-        self.lora_rank, self.lora_experts = self.model.shape.hidden, not in_pages
+        self.lora_rank, self.lora_experts = 0 if self._tower else self.model.shape.hidden, not in_pages
         kept = self._dtype, self.compute_dtype, device
         self._sets = LiveSets(self.model.shape, self.ops.products, *kept, stacks=in_pages)
         self._row_sets = np.full(self.max_rows, NO_SET)  # of each resident row
-        made = self.model, self._sets, self._lanes, self.compute_dtype
+        self._images = None if self._tower is None else EncodedImages(self._encode)
+        made = self.model, self._sets, self._lanes, self.compute_dtype, self._images
         self._prompts = Prefiller(*made, options, self._deterministic)
         mixed = self._facts.mixed_tokens if mixed_tokens is None else mixed_tokens
         # the bits of a prompt would depend on the free places of the steps
@@ -234,6 +237,10 @@ class NativeRunner:
         if self._paged is not None:
             self._paged.prompts.plan(())
 
+    def _encode(self, picture: Picture) -> Features:
+        assert self._tower is not None
+        return self._tower.encode(picture, self.model.live.tower)
+
     def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
         moved = self._sets.add(parameters, tensors, self.model.live.joined)
         if parameters.id == POLICY_SET.id:  # the policy's rows go on with its factors
@@ -250,10 +257,13 @@ class NativeRunner:
     def stats(self) -> dict[str, int]:
         store, paged = self._prompts.store, self._paged.cache.nbytes if self._paged else 0
         kept = {"prefix_bytes": store.nbytes, "prefix_tokens": store.tokens, "kv_bytes": self._cache.nbytes + paged}
+        if self._images is not None:
+            kept |= {"encoded_images": self._images.encoded, "image_bytes": self._images.nbytes}
         return {**self._prompts.counts, "decode_tokens": self._decoded, **kept}
 
     def drop_kv(self) -> int:
         freed = self._prompts.store.nbytes + self._cache.clear()
+        freed += 0 if self._images is None else self._images.nbytes
         self._forget_prompts()
         if self._paged is not None:
             freed += self._paged.cache.nbytes
@@ -298,10 +308,12 @@ class NativeRunner:
         its rows, if there are rows and the kernels for it."""
         beside = None if self._paged is None else self._paged.prompts
         self._prompts.want(waiting, keys)
-        mixed = beside is not None and beside.most > 0 and resident > 0
+        parts = self._prompts.next_parts(beside.most) if beside is not None and resident else []
+        if beside is not None and any(job.seen is not None for job, _ in parts):
+            parts = []  # a step embeds tokens alone
         if beside is not None:
-            beside.plan(self._prompts.next_parts(beside.most) if mixed else ())
-        if not mixed:
+            beside.plan(parts)
+        if not parts:
             self._prompts.advance()
 
     def _that_fit(self, waiting: Sequence[ActiveRequest], resident: int) -> list[ActiveRequest]:
@@ -422,10 +434,17 @@ class NativeRunner:
             self._cache.reserve(rows, self._longest, live, self._ahead)
 
     @torch.inference_mode()
-    def score(self, ids: np.ndarray, temperature: float, top: int = 0, parameters: str = POLICY_SET.id) -> Scores:
+    def score(
+        self,
+        ids: np.ndarray,
+        temperature: float,
+        top: int = 0,
+        parameters: str = POLICY_SET.id,
+        images: RequestImages | None = None,
+    ) -> Scores:
         self._use_noise(False)
         given, parts, at = self._on_device(ids), [], 0
-        for hidden in self._prompts.hidden_states(given[:-1], parameters):
+        for hidden in self._prompts.hidden_states(given[:-1], parameters, images):
             for block in hidden.split(self._facts.scored_tokens):
                 at += len(block)
                 logits = self.model.live.logits(block)  # [t, V]
