@@ -908,6 +908,10 @@ MUTANTS = (
     ),
     Mutant("rollout/embedded/core.py", 'self.identity = ""  # the next publish needs the base too', "pass", FACTORS),
     Mutant("driver/publisher.py", "if all(one.base for one in", "if any(one.base for one in", FACTORS),
+    Mutant("rollout/client.py", " and not lost else", " else", FACTORS),
+    Mutant("rollout/answers.py", "if adapted and drawn.ids:", "if False:", FACTORS),
+    Mutant("rollout/updates.py", "policy.identity or connection.identity,", 'policy.parameters.base or "",', FACTORS),
+    Mutant("rollout/vllm_api.py", "None if sent.parameters.whole else list(sent.delivered)", "None", FACTORS),
     Mutant("weight_sync/local.py", "if parameters.id != POLICY_SET.id:", "if not parameters.whole:", FACTORS),
     Mutant(
         "model_engine/passes.py",
