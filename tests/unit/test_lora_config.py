@@ -15,12 +15,13 @@ from safetensors.torch import save_file
 
 from verl.cli import main
 from verl.config.cluster import roles_on_base
-from verl.config.devices import base_format
+from verl.config.devices import base_format, compute_dtype
 from verl.config.load import load_config
 from verl.config.lora_layers import TrainedFactors
 from verl.config.model_files import describe_model
 from verl.config.validate import validate
 from verl.driver.identity import compare, identity_of, start_beside_folder
+from verl.driver.setup import with_native_dtype
 from verl.model_engine.layout import Layout
 from verl.model_engine.memory import RankWork, memory
 from verl.planner.plan import make_plan
@@ -301,6 +302,12 @@ def test_the_plan_counts_a_quantised_base(folder):
     copied = planned(folder, RANK, "model.quantization=nf4", "rollout.engine=hf", model="qwen")
     assert [w for w in copied.warnings if "the rollout reads no codes here" in w]
     assert not [w for w in plans[3].warnings if "codes" in w]
+
+
+def test_a_quantised_base_computes_in_float32_on_a_cpu_in_the_plan_and_in_the_run(folder):
+    config = resolved_of(folder, RANK, "model.quantization=nf4", "model.device=cpu").config
+    assert config.model.dtype == "auto"
+    assert compute_dtype(config) == with_native_dtype(config).model.dtype == "float32"
 
 
 def test_a_critic_and_a_reference_on_the_policys_base_are_no_further_copies_of_it(folder):

@@ -25,6 +25,7 @@ from verl.chat.dates import date_line
 from verl.chat.template import Renderer
 from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
+from verl.config.devices import base_format
 from verl.config.model_files import declared_tie, describe_model, read_model_config, read_weight_headers
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
@@ -55,7 +56,9 @@ def with_native_dtype(config: Config) -> Config:
     """Return the configuration with the dtype that its device computes natively in place of model.dtype=auto."""
     if config.model.dtype != "auto":
         return config
-    native = native_dtype(main_pool(config.cluster, device_of(config)).computes_on)
+    device = main_pool(config.cluster, device_of(config)).computes_on
+    coded = device == "cpu" and base_format(config) != "none"  # products with codes are compiled for float32
+    native = "float32" if coded else native_dtype(device)
     return replace(config, model=replace(config.model, dtype=native))
 
 
