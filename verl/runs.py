@@ -60,6 +60,8 @@ def _inputs_of(sample: Sample, numbers: dict[str, int]) -> np.ndarray:
 
 def media_of(run: Sequence[Segment]) -> tuple[Medium, ...]:
     """Return the media of a run, with places counted from the run's first token."""
+    if len(run) == 1:  # the usual case
+        return run[0].media
     found, at = list[Medium](), 0
     for s in run:
         found += [m._replace(start=at + m.start) for m in s.media]
