@@ -942,7 +942,7 @@ MUTANTS = (
     Mutant("config/lora_layers.py", "header.shape) == 2 and", "header.shape) >= 1 and", LORA),
     Mutant("config/lora_layers.py", "self.rank * sum(", "sum(", LORA),
     Mutant("driver/identity.py", "_model(spec.path)}", "spec.path}", LORA),
-    Mutant("planner/plan.py", "lr < LR_FACTOR * factor", "lr < factor", LORA),
+    Mutant("planner/plan.py", "given < LR_FACTOR * factor", "lr < factor", LORA),
     Mutant("config/compat/lora.py", 'found["rank"] else {}', 'found["alpha"] else {}', LORA_KEYS),
     Mutant("config/compat/lora.py", "elif value not in _HARMLESS[option]:", "elif False:", LORA_KEYS),
     Mutant("checkpoint/safetensors_file.py", "self.names and self._splits and", "self.names and", LORA_TRAINING),

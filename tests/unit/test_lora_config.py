@@ -145,6 +145,13 @@ def test_a_learning_rate_of_full_training_is_a_warning(folder, args, low):
         ]
 
 
+def test_a_critics_learning_rate_of_full_training_is_a_warning_too(folder):
+    for lr, low in ((1e-5, 1), (1e-4, 0)):
+        given = planned(folder, RANK, "optim.lr=1e-4", "algorithm.name=ppo", f"critic.lr={lr}").warnings
+        assert sum(line.startswith("critic.lr=1e-05 is low for LoRA") for line in given) == low
+    assert not any("critic.lr" in line for line in planned(folder, RANK, "critic.lr=1e-5").warnings)
+
+
 @each(
     "args, text",
     [

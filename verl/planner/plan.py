@@ -29,7 +29,7 @@ from verl.config.lora_layers import (
 from verl.config.model_files import ModelFacts, chat_template_of, describe_model, find_model_folder, json_object
 from verl.config.model_folder import check_folder, check_tie, folder_lines
 from verl.config.noise import corrects, noise_of
-from verl.config.schema import Config, OptimConfig
+from verl.config.schema import Config, CriticConfig, OptimConfig
 from verl.model_engine.lora_spec import LR_FACTOR, trained_by
 from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.planner.cluster import ClusterPlan, cluster_plan, memory_on_this_machine
@@ -161,10 +161,14 @@ def trained_warnings(config: Config) -> Iterator[str]:
     yield from base_warnings(config)
     yield from small_factors(config)
     factor, lr = OPTIMIZERS[config.optim.name].lr_factor, config.optim.lr
-    if trained_by(config.model.lora) is not None and lr < LR_FACTOR * factor * OptimConfig().lr:
-        usual = f"factors want about {LR_FACTOR:g} times the rate of training all weights"
-        yield f"optim.lr={lr:g} is low for LoRA with optim.name={config.optim.name}: {usual}; try {10 * lr:g}"
-    elif lr < factor * OptimConfig().lr and factor > 1:
+    lora, rates = trained_by(config.model.lora) is not None, {"optim.lr": (lr, OptimConfig().lr)}
+    if settled(config.algorithm.name, config.algorithm.given()).critic:
+        rates["critic.lr"] = config.critic.lr, CriticConfig().lr
+    for key, (given, usual_lr) in rates.items() if lora else ():
+        if given < LR_FACTOR * factor * usual_lr:
+            usual = f"factors want about {LR_FACTOR:g} times the rate of training all weights"
+            yield f"{key}={given:g} is low for LoRA with optim.name={config.optim.name}: {usual}; try {10 * given:g}"
+    if not lora and lr < factor * OptimConfig().lr and factor > 1:
         yield f"optim.lr={lr:g} is low for optim.name={config.optim.name}: usual is {factor:g} times that of adamw"
 
 
