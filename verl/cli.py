@@ -338,7 +338,17 @@ def plan_verb(args: list[str]) -> int:
 
 def simulate_verb(args: list[str]) -> int:
     from verl.config.validate import validate
-    from verl.planner.what_if import SHAPE, TIMES, lengths_of, measured_by, neighbours, simulated, table, workload_of
+    from verl.planner.what_if import (
+        SHAPE,
+        TIMES,
+        lengths_of,
+        measured_by,
+        neighbours,
+        not_counted,
+        simulated,
+        table,
+        workload_of,
+    )
 
     given, rest = _own_arguments(args, (*TIMES, *SHAPE, "from"))
     resolved = _load(rest)
@@ -358,6 +368,8 @@ def simulate_verb(args: list[str]) -> int:
     lengths = lengths_of(resolved.config, [numbers[key] for key in SHAPE if key in numbers], found)
     runs = [(one, simulated(one, workload_of(one, numbers, lengths))) for one in neighbours(resolved.config)]
     print(table(resolved.config, runs))
+    if line := not_counted(resolved.config):
+        print(line)
     return 0
 
 

@@ -76,7 +76,9 @@ def test_an_engine_names_the_options_that_a_run_may_change(made, monkeypatch):
     row = replace(backends.ROLLOUT["native"], may_change=("max_prefill_tokens",))
     prefill, cache = "rollout.engine_options.max_prefill_tokens", "rollout.engine_options.prefix_cache_tokens"
     was, now = made(), made(f"{prefill}=16", f"{cache}=0")
-    assert compare(was, now)[0] == [] and list(compare(was, now)[1]) == ["rollout.engine_options"], "all, by default"
+    assert compare(was, now)[0] == [] and list(compare(was, now)[1]) == ["rollout.engine_options"], "sizes of caches"
+    noise = "rollout.engine_options.noise_sigma_start"
+    assert compare(made(f"{noise}=0.1"), made(f"{noise}=0.2"))[0] == [f"{noise}: 0.1 -> 0.2"]
     monkeypatch.setitem(backends.ROLLOUT, "native", row)
     assert compare(was, now) == ([f"{cache}: 65536 -> 0"], {})
     others, changed = compare(was, made(f"{prefill}=16"))

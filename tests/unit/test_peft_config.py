@@ -29,6 +29,7 @@ def test_fields_are_the_keys_of_lora():
     assert lora_keys(ALL | {"target_parameters": ["experts.x"]})["model.lora.targets"] == ["all-linear", "experts.x"]
     assert lora_spec(ALL | {"r": 4}, 7) == LoraSpec(rank=4, alpha=8, targets=["all-linear"], seed=7)
     assert lora_spec(None, 7) is None
+    assert lora_keys(ALL | {"r": 0, "lora_alpha": 0})["model.lora.alpha"] == 0, "for the bounds of the keys to refuse"
 
 
 def test_what_would_train_something_else_is_refused_by_name():

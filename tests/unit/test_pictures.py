@@ -33,6 +33,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (ANIMATED, "x: an image of 2 frames; take one of them"),
         (encoded(Image.new("1", (30_000, 30_000))), "x: .*900000000 pixels"),
         (encoded(Image.new("1", (9_000, 9_000))), f"x: 9000 x 9000 pixels, more than {MAX_PIXELS}; scale it down"),
+        (encoded(Image.new("I;16", (5, 4))), "x: pixels of the kind 'I;16': .* 8 bits per channel"),
+        (encoded(Image.new("F", (5, 4)), "TIFF"), "x: pixels of the kind 'F'"),
     ],
     ids=lambda value: None if isinstance(value, bytes) else value[:30],
 )
@@ -44,7 +46,7 @@ def test_files_that_are_refused(content: bytes, line: str) -> None:
 def test_every_kind_of_pixel_becomes_red_green_and_blue() -> None:
     lossless = {kind: np.asarray(decoded_image(encoded(NOISE, kind), "x")) for kind in ("PNG", "BMP", "TIFF")}
     assert all(np.array_equal(found, np.asarray(NOISE)) for found in lossless.values())
-    for mode in ("L", "P", "CMYK", "I;16"):
+    for mode in ("1", "L", "P", "CMYK"):
         kind = "TIFF" if mode == "CMYK" else "PNG"
         found = decoded_image(encoded(Image.new(mode, (5, 4)), kind), "x")
         assert (found.mode, found.size) == ("RGB", (5, 4)), mode

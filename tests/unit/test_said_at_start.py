@@ -51,6 +51,17 @@ def test_a_resume_says_that_the_schedule_is_stretched(tmp_path):
         assert not said(*same)
 
 
+def test_a_resume_says_that_the_noise_is_stretched(tmp_path):
+    noise = [f"rollout.engine_options.noise_sigma_{at}" for at in ("start=0.02", "end=0.0005")]
+    config = load_config([f"model.path={tmp_path}", "run.total_steps=200", *noise]).config
+    log = EventLog(tmp_path, 0)
+    log.append("resumed", 1, {"total_steps": 100})
+    log.close()
+    assert stretched(config, tmp_path, 95, 200) == [
+        "noise sigma 5.0e-4 -> 3.9e-3: the schedule is stretched from 100 to 200 steps"
+    ]
+
+
 def test_sampled_ids_that_are_no_text_are_counted(tmp_path):
     tokenizer = copy.deepcopy(tokenizer_for("qwen3"))
     tokenizer.add_tokens(["<|reserved_1|>"], special_tokens=True)

@@ -137,6 +137,10 @@ def test_the_verb_prints_a_table_over_staleness(tmp_path, capsys) -> None:
     assert len(shown.splitlines()) == 6
     assert main(["simulate", *line[:3], *times]) == 0  # devices are shared: no other staleness is of this placement
     assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["simulate", *line, *times, "step.prompts_per_step=1", "algorithm.name=dapo"]) == 0
+    shown = capsys.readouterr().out
+    assert " 0.25 " not in shown, "less than one group"
+    assert "not counted: groups that the filter or the curriculum drops (algorithm.name=dapo)" in shown
     for args, why in (
         (times[1:], "token_s"),
         ([*times[1:], "token_s=0"], "token_s=0"),

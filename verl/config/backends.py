@@ -110,6 +110,7 @@ ROLLOUT: Table = {
         memory="verl.rollout.native.options:memory",
         faults="verl.rollout.native.options:native_faults",
         traits="verl.rollout.native.options:NATIVE",
+        may_change=("prefix_cache_tokens", "max_prefill_tokens", "max_kv_tokens"),
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
     "vllm": _server("vllm", "VLLM", memory="verl.rollout.vllm:memory", faults="verl.rollout.vllm:vllm_faults"),

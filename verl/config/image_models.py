@@ -25,5 +25,5 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     if command == "rm":
         yield f"verl rm: {what}, and has no head for scores; give a language model"
     if samples and traits_of(config.rollout.engine).server:
-        fix = "set rollout.engine=hf"
+        fix = "use rollout.engine=native"
         yield f"rollout.engine={config.rollout.engine}: {what}, which no server was tested with; {fix}"

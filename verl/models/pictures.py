@@ -21,6 +21,8 @@ MAX_PIXELS = 1 << 26
 KEPT_BYTES = 1 << 28
 """The size of the cache of processed images of a model."""
 _SETTINGS = "preprocessor_config.json"
+MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+"""The kinds of pixels that are read: those of 8 bits per channel."""
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError)  # errors of Pillow for damaged files
 
 
@@ -42,6 +44,9 @@ def decoded_image(content: bytes, where: str) -> Any:
         raise Refused(f"{where}: {image.width} x {image.height} pixels, more than {MAX_PIXELS}; scale it down")
     if (frames := getattr(image, "n_frames", 1)) > 1:
         raise Refused(f"{where}: an image of {frames} frames; take one of them")
+    if image.mode not in MODES:
+        how = "their range is not known, and a conversion would cut it off"
+        raise Refused(f"{where}: pixels of the kind {image.mode!r}: {how}; save it with 8 bits per channel")
     try:
         image.load()
         image = ImageOps.exif_transpose(image)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from verl.algorithms.presets import settled
 from verl.config.devices import colocated
 from verl.config.schema import Config
 from verl.driver.scheduler import Scheduler
@@ -95,8 +96,21 @@ def neighbours(config: Config) -> list[Config]:
     """Return the configuration, and the same with other staleness if rollout and training have devices of their own."""
     if colocated(config):
         return [config]
-    others = sorted({*STALENESS, config.pipeline.staleness})
+    ahead = config.step.prompts_per_step * config.pipeline.sync_every
+    known = {s for s in STALENESS if s == 0 or s * ahead >= 1}  # a smaller one is less than a group
+    others = sorted({*known, config.pipeline.staleness})
     return [replace(config, pipeline=replace(config.pipeline, staleness=s, placement="split")) for s in others]
+
+
+def not_counted(config: Config) -> str:
+    """Return a line about groups and answers of this algorithm that a simulated run does not have, or ""."""
+    preset = settled(config.algorithm.name, config.algorithm.given())
+    found = []
+    if preset.group_filter.filter_groups or preset.group_filter.curriculum:
+        found.append("groups that the filter or the curriculum drops")
+    if preset.group.baselines:
+        found.append("baseline answers")
+    return f"not counted: {' and '.join(found)} (algorithm.name={config.algorithm.name})" if found else ""
 
 
 def table(config: Config, found: Sequence[tuple[Config, Simulated]]) -> str:

@@ -57,7 +57,7 @@ def lora_keys(peft_config: Any) -> dict[str, Any]:
         "targets": targets,
         "exclude": _layers(fields.get("exclude_modules")),
     }
-    return {f"model.lora.{name}": value for name, value in given.items() if value not in (False, [])}
+    return {f"model.lora.{name}": value for name, value in given.items() if value is not False and value != []}
 
 
 def lora_arguments(peft_config: Any) -> list[str]:
