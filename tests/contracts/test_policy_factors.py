@@ -23,7 +23,6 @@ from test_weight_sync_contract import (  # noqa: F401 - fixtures of the same wor
     World,
     _base_and_adapter,
     _fresh,
-    bucket_outlet,
     distance,
     run,
     trainer,
@@ -38,7 +37,6 @@ from verl.nn.quant_linear import quantise_linears, quantised_layers
 from verl.rollout.base import GenerateRequest, ReplicaLost, Sampling
 from verl.rollout.router import Router
 from verl.weight_sync.base import CheckedReader, SyncError
-from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender
 from verl.wire import AS_HELD, FP8, WireFormat
 
@@ -374,10 +372,10 @@ def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
         able = {"lora_policy": lora_policy, "lora_rank": rank, "lora_experts": lora_experts}
         return SimpleNamespace(**able, in_flight_update=True, weights=AS_HELD)
 
-    def delivery(rank: int, bases: list[str], *ables: Any, outlet: Any = LocalOutlet, experts: bool = False) -> str:
+    def delivery(rank: int, bases: list[str], *ables: Any, experts: bool = False, sends_factors: bool = True) -> str:
         given: dict[str, Any] = dict.fromkeys(("waits", "note", "published", "lora"))
-        given |= {"trainer": SimpleNamespace(), "engine": SimpleNamespace(outlet=outlet), "trained_rank": rank}
-        given["trained_experts"] = experts
+        given |= {"trainer": SimpleNamespace(), "engine": None, "trained_rank": rank}
+        given |= {"trained_experts": experts, "sends_factors": sends_factors}
         given |= {"replicas": [SimpleNamespace(base=base) for base in bases]}
         made = Publisher(**given, timeout_s=1.0, exclusive=True, partial_rollout=False)
         for one in ables:
@@ -392,7 +390,7 @@ def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
     assert delivery(8, ["w"], able(64, lora_policy=False)) == "merged"
     assert delivery(8, ["w"], able(64), experts=True) == "merged"
     assert delivery(8, ["w"], able(64, lora_experts=True), experts=True) == "factors"
-    assert delivery(8, ["w"], able(64), outlet=bucket_outlet) == "merged", "buckets are of full sets"
+    assert delivery(8, ["w"], able(64), sends_factors=False) == "merged", "so the run is configured"
 
 
 def test_no_other_set_is_published_beside_factors_of_the_policy(tmp_path):

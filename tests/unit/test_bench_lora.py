@@ -10,8 +10,9 @@ import pytest
 
 from bench import lora, lora_memory
 from bench.lora import Row
-from verl.config.devices import base_format, reads_codes
+from verl.config.devices import base_format
 from verl.config.load import load_config
+from verl.config.lora_layers import reads_codes
 from verl.config.validate import validate
 from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.model_engine.quantised_parts import load_quantised

@@ -262,6 +262,7 @@ def test_factors_below_what_is_kept_in_8_bits_are_a_warning(folder, rank, small)
     found = [line for line in planned(folder, *given).warnings if "it saves nothing" in line]
     assert len(found) == small
     assert not small or f"the largest factor has {128 * rank:,} values" in found[0]
+    assert TrainedFactors(rank, {"mlp.experts.up_proj": (6, 64, 128)}).largest == 6 * 128 * rank, "of all experts"
 
 
 @pytest.mark.parametrize("name", ["muon", "apollo", "apollo_mini"])
@@ -398,7 +399,10 @@ def test_vllm_gets_factors_or_merged_weights_and_the_plan_names_which(folder, mo
     assert not faults(*wide, by_merging, model="qwen") and not faults(RANK)
     monkeypatch.setattr(TrainedFactors, "of_experts", 8)
     assert merged in render_plan(planned(folder, RANK, *VLLM)), "it takes no factors of experts"
-    assert apart in render_plan(planned(folder, RANK))
+    for given, line, coded in (((), apart, True), (("model.device=cuda",), merged, False)):
+        plan = planned(folder, RANK, *given, "model.quantization=nf4")
+        assert line in render_plan(plan) and coded != any("reads no codes here" in found for found in plan.warnings)
+    assert apart in render_plan(planned(folder, RANK, "model.device=cuda", "rollout.engine=hf")), "not in pages"
 
 
 def test_ranks_of_vllm_that_would_cut_a_block_of_8_bits_are_refused(folder):

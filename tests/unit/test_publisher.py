@@ -104,11 +104,12 @@ def test_a_lora_set_that_is_late_is_named_with_what_it_waits_for(late: str, monk
 def test_lora_sets_are_published_whole_where_weights_pass_through_buckets(
     engine: str, tmp_path: Path, tiny_model: Any, arithmetic_data: Any
 ) -> None:
-    config = load_config(small_args(tmp_path, tiny_model, arithmetic_data)).config
-    config = changed(config, {"sync.engine": engine, "sync.engine_options": {"bucket_mb": 8}, "cluster.backend": "ray"})
+    config = load_config([*small_args(tmp_path, tiny_model, arithmetic_data), "model.lora.rank=8"]).config
     parts: Any = SimpleNamespace(drop_set=None, message=print)
+    assert assemble._publisher(config, parts, [], parts, [], parts, Waits(), parts).sends_factors
+    config = changed(config, {"sync.engine": engine, "sync.engine_options": {"bucket_mb": 8}, "cluster.backend": "ray"})
     made = assemble._publisher(config, parts, [], parts, [], parts, Waits(), parts)
-    assert not isinstance(made.lora.new_engine().outlet(), StreamingOutlet)
+    assert not isinstance(made.lora.new_engine().outlet(), StreamingOutlet) and not made.sends_factors
 
 
 def test_the_parts_of_a_publish_are_metrics_of_the_step() -> None:

@@ -89,13 +89,9 @@ def offloaded(config: Config, *, trained: bool) -> tuple[str, ...]:
     return options.offload(trained=trained) if isinstance(options, Options) else ()
 
 
-def reads_codes(config: Config) -> bool:
-    """Return True if the rollout computes with the codes of a base in 4 or 8 bits. Otherwise it gets that base
-    dequantised, and has a copy of its own."""
-    buckets = getattr(options_of(config, "sync"), "bucket_mb", None) is not None
-    able = traits_of(config.rollout.engine).codes and not buckets
-    exact_rows = config.run.deterministic and device_type_of(config, "rollout") == "cuda"
-    return base_format(config) != "none" and able and not exact_rows
+def streams_buckets(config: Config) -> bool:
+    """Return True if weights pass to the rollout through two buckets, so that every version is sent whole."""
+    return getattr(options_of(config, "sync"), "bucket_mb", None) is not None
 
 
 def drops_rollout_weights(config: Config) -> bool:

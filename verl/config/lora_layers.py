@@ -11,7 +11,7 @@ from pathlib import Path
 from verl.config.adapter import base_of, read_factors
 from verl.config.backends import traits_of
 from verl.config.cluster import TRAINS
-from verl.config.devices import base_format, reads_codes
+from verl.config.devices import base_format, device_type_of, streams_buckets
 from verl.config.experts import fused_experts
 from verl.config.model_files import (
     TensorHeader,
@@ -50,6 +50,11 @@ class TrainedFactors:
         """The number of values in the factors of experts."""
         return self._values({name: shape for name, shape in self.layers.items() if is_experts(name)})
 
+    @property
+    def largest(self) -> int:
+        """The number of values in the largest factor; those of all experts of a layer are one."""
+        return self.rank * max(math.prod(shape[:-2]) * max(shape[-2:]) for shape in self.layers.values())
+
     def _values(self, layers: Mapping[str, tuple[int, ...]]) -> int:
         return self.rank * sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in layers.values())
 
@@ -82,12 +87,21 @@ def served_factors(config: Config) -> TrainedFactors | None:
     """Return the factors of the policy that rollout engines get unmerged, after their base; None if their weights have
     the factors added, or if all weights are trained. Raise ValueError as `trained_factors` does."""
     factors, options, url = trained_factors(config), config.rollout.engine_options, config.rollout.url
-    streamed = config.sync.engine == "ipc" or config.sync.engine_options.get("bucket_mb") is not None
     traits = traits_of(config.rollout.engine)
-    if factors is None or streamed or not traits.lora_policy or (traits.server and factors.of_experts):
+    if factors is None or streams_buckets(config) or not traits.lora_policy:
+        return None
+    if factors.of_experts and device_type_of(config, "rollout") not in traits.lora_experts_on:
         return None
     room = factors.rank if url is None else options.get("max_lora_rank") or 0
     return factors if options.get("lora_policy") != "merged" and room >= factors.rank else None
+
+
+def reads_codes(config: Config) -> bool:
+    """Return True if the rollout computes with the codes of a base in 4 or 8 bits. Otherwise it gets that base
+    dequantised, with the factors added or beside it, and has a copy of its own."""
+    exact_rows = config.run.deterministic and device_type_of(config, "rollout") == "cuda"
+    able = traits_of(config.rollout.engine).codes and not exact_rows
+    return base_format(config) != "none" and able and served_factors(config) is not None
 
 
 def lora_layer_faults(config: Config) -> Iterator[str]:
@@ -164,8 +178,8 @@ def small_factors(config: Config) -> Iterator[str]:
     """Yield a warning if every factor is smaller than what an optimizer keeps in 8 bits."""
     if config.optim.name != "adamw_8bit" or (factors := trained_factors(config)) is None:
         return
-    if (most := factors.rank * max(max(sides) for sides in factors.layers.values())) < SMALL:
-        why = f"the largest factor has {most:,} values, and moments of less than {SMALL:,} stay float32"
+    if factors.largest < SMALL:
+        why = f"the largest factor has {factors.largest:,} values, and moments of less than {SMALL:,} stay float32"
         yield f"optim.name=adamw_8bit: {why}: it saves nothing; adamw is the same"
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from verl.config.backends import ROLLOUT, SYNC, faults_of, traits_of
+from verl.config.devices import streams_buckets
 from verl.config.model_files import describe_model, find_model_folder, read_weight_headers
 from verl.config.schema import Config
 from verl.wire import FP8, split_block
@@ -99,9 +100,7 @@ def _own_weights(config: Config, traits: Traits, engine: str, command: str) -> I
     if traits.own_weights and command == "train":
         fix = f"use it with verl eval or verl generate, and train with {_trained()}"
         yield f"{engine}: its weights are its own, and cannot be trained; {fix}"
-    elif traits.own_weights and (
-        config.sync.engine == "ipc" or config.sync.engine_options.get("bucket_mb") is not None
-    ):
+    elif traits.own_weights and streams_buckets(config):
         what = "sync.engine=ipc" if config.sync.engine == "ipc" else "sync.engine_options.bucket_mb"
         yield f"{what} with {engine}: its weights are its own, and pass nowhere; leave it out"
     elif traits.own_weights and not canary:

@@ -21,7 +21,7 @@ from verl.config.backends import CLUSTER, backend_of, import_object, layout_of, 
 from verl.config.cluster import placed_roles
 from verl.config.devices import colocated, drops_rollout_weights
 from verl.config.load import Resolved
-from verl.config.lora_layers import trained_factors
+from verl.config.lora_layers import served_factors, trained_factors
 from verl.config.noise import noise_of
 from verl.config.schema import AlgorithmConfig, Config
 from verl.config.tree import changed
@@ -247,6 +247,7 @@ def _publisher(
         lora=lora,
         trained_rank=factors.rank if factors else 0,
         trained_experts=factors is not None and factors.of_experts > 0,
+        sends_factors=served_factors(config) is not None,
     )
 
 

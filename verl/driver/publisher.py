@@ -14,7 +14,7 @@ from verl.errors import Refused
 from verl.parameter_set import Delivery
 from verl.rollout.base import Capabilities, PauseMode, RolloutEngine
 from verl.types import Metric, Metrics
-from verl.weight_sync.base import CheckpointEngine, StreamingOutlet, SyncReport
+from verl.weight_sync.base import CheckpointEngine, SyncReport
 from verl.wire import AS_HELD, WireFormat
 from verl.workers.model_workers import START_TIMEOUT_S, ModelWorkers
 from verl.workers.waits import Waits
@@ -50,12 +50,12 @@ class Publisher:
     """The rank of the policy's own LoRA factors; 0: all its weights are trained."""
     trained_experts: bool = False
     """Experts are among what has these factors."""
+    sends_factors: bool = True
+    """Replicas get the policy's base and its factors unmerged: so the run is configured, and all of them can."""
     version: int = field(default=0, init=False)
     """The number of publishes so far."""
     _requested: int = field(default=0, init=False)
     """The number of replicas that got the latest publish."""
-    _takes_factors: bool = field(default=True, init=False)
-    """All replicas compute with the policy's base and its factors."""
     _modes: list[PauseMode] = field(default_factory=list, init=False)
     """For each replica that gets weights: running requests wait during a publish, or continue."""
     _formats: list[WireFormat] = field(default_factory=list, init=False)
@@ -81,7 +81,7 @@ class Publisher:
         self.version = version
         report = await self._awaited(self._enqueue(version), version)
         self._report(report)
-        if self.trained_rank and self._takes_factors:
+        if self.trained_rank and self.sends_factors:
             self.note("rollout: it gets the base once, then the LoRA factors of each version, unmerged")
         elif self.trained_rank:
             by = f"log-probs of the canary change by {report.canary_mean_abs:.2g} on average"
@@ -93,10 +93,9 @@ class Publisher:
         self._formats.append(able.weights)
         if (form := WireFormat.widest(self._formats)) != self._wire_format:
             self._wire_format = self.trainer.wire_format = form
-        if self.trained_rank:  # buckets are of full sets
-            self._takes_factors &= not isinstance(self.engine.outlet(), StreamingOutlet)
-            self._takes_factors &= able.lora_policy and able.lora_rank >= self.trained_rank
-            self._takes_factors &= able.lora_experts or not self.trained_experts
+        if self.trained_rank:
+            self.sends_factors &= able.lora_policy and able.lora_rank >= self.trained_rank
+            self.sends_factors &= able.lora_experts or not self.trained_experts
         self._modes.append("keep" if self.partial_rollout and able.in_flight_update else "wait")
 
     def publish(self, committed: Callable[[SyncReport], None], failed: Callable[[BaseException], None]) -> None:
@@ -119,7 +118,7 @@ class Publisher:
         """Publish a LoRA adapter in PEFT's layout as a parameter set of this name, for requests with
         `parameters=name`. It is verified as the policy's weights are, and published again with each later version of
         them. Raise an error if no replica takes it, and Refused beside a policy that is sent as base and factors."""
-        if self.trained_rank and self._takes_factors:
+        if self.trained_rank and self.sends_factors:
             why = "the policy of this run is a LoRA set itself, on which no other is added"
             raise Refused(f"LoRA set {name!r}: {why}; publish it in a run that trains all weights")
         return await self._between(lambda: self.lora.open(name, folder, self.replicas[: len(self._modes)]))
@@ -173,7 +172,7 @@ class Publisher:
 
     def _delivery(self) -> Delivery:
         """Return how the next version is sent: a replica without the base, as after a restart, needs it too."""
-        if not self._takes_factors:
+        if not self.sends_factors:
             return "merged"
         return "factors" if all(one.base for one in self.replicas[: self._requested]) else "base and factors"
 

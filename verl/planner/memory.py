@@ -20,10 +20,9 @@ from verl.config.devices import (
     dtype_of,
     offloaded,
     on_cuda,
-    reads_codes,
     rollout_dtype,
 )
-from verl.config.lora_layers import factors_of, trained_factors
+from verl.config.lora_layers import factors_of, reads_codes, trained_factors
 from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.on_base import REWARD_MODEL, adapters_on_base
 from verl.config.schema import Config

@@ -130,8 +130,8 @@ class Traits:
 
     lora_policy: bool = False
     """It takes the policy as a base and LoRA factors, and later the factors alone."""
-    noise: bool = False
-    """It samples under exploration noise where a request asks for it (`Sampling.noise`)."""
+    lora_experts_on: frozenset[str] = frozenset(("cpu", "cuda"))  # Devices where these may be factors of experts.
+    noise: bool = False  # It samples under exploration noise where a request asks for it (`Sampling.noise`).
 
     @property
     def own_weights(self) -> bool:

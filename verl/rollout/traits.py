@@ -29,6 +29,7 @@ VLLM = Traits(
     float32_head=True,
     fp8=True,
     lora_policy=True,
+    lora_experts_on=frozenset(),
 )
 
 VERL_SERVE = replace(

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from verl.config.schema import Config
     from verl.workers.pools import Pool
 
-NATIVE = replace(IN_PROCESS, float32_head=True, fp8=True, codes=True, noise=True)
+NATIVE = replace(IN_PROCESS, float32_head=True, fp8=True, codes=True, noise=True, lora_experts_on=frozenset({"cpu"}))
 """The traits of the native engine."""
 KEPT_KV_BYTES = 64 << 20
 """KV up to this size is not freed by sleep on a CPU: allocating its pages again would slow down a short step."""
