@@ -396,8 +396,9 @@ def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
 def test_no_other_set_is_published_beside_factors_of_the_policy(tmp_path):
     given: dict[str, Any] = dict.fromkeys(("waits", "note", "published", "lora", "trainer", "engine"))
     made = Publisher(**given, replicas=[], timeout_s=1.0, exclusive=True, partial_rollout=False, trained_rank=8)
-    with pytest.raises(Refused, match="LoRA set 'style': the policy of this run is a LoRA set itself"):
-        asyncio.run(made.publish_adapter("style", tmp_path))
+    for made.sends_factors in (True, False):  # False: its replicas get merged weights
+        with pytest.raises(Refused, match="LoRA set 'style': the policy of this run is a LoRA set itself"):
+            asyncio.run(made.publish_adapter("style", tmp_path))
 
 
 def test_a_server_keeps_one_version_of_the_factors_and_those_that_running_requests_use():

@@ -57,7 +57,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "[in, out]": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
     "experts": (
         "qwen3_moe",
-        {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"]},
+        {
+            "target_modules": ["q_proj"],
+            "target_parameters": ["experts.gate_up_proj", "mlp.experts.down_proj"],
+            "rank_pattern": {"experts.gate_up_proj": 2},
+            "alpha_pattern": {"experts": 1, "experts.down_proj": 24},
+        },
     ),
     "one tensor of experts": (
         "mixtral",

@@ -25,7 +25,7 @@ from verl.config.tree import changed
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext, OneRank
 from verl.model_engine.layout import Layout
-from verl.model_engine.lora import A, B, is_factor
+from verl.model_engine.lora import A, B, is_factor, own_names
 from verl.model_engine.lora_spec import LoraSpec, lora_faults
 from verl.model_engine.memory import RankWork, memory
 from verl.model_engine.optim import OptimSpec
@@ -33,6 +33,8 @@ from verl.model_engine.options import EXPERT_PLANS, Options
 from verl.model_engine.passes import ReplicaWeights
 from verl.model_engine.sibling import build_sibling
 from verl.model_engine.torch_engine import build as build_engine
+from verl.nn.expert_lora import has_factors
+from verl.nn.lora import LowRank, with_low_ranks
 from verl.objective import Term, TermValue
 from verl.parameter_set import ParameterSet, is_experts
 from verl.transfer_queue.memory import MemoryQueue
@@ -374,6 +376,18 @@ def test_an_adapter_is_one_file_however_many_factors_it_has(tmp_path, monkeypatc
     write_adapter(tmp_path, parameters, tmp_path, named.items())
     read = load_file(tmp_path / "adapter_model.safetensors")
     assert read.keys() == named.keys() and all(torch.equal(read[name], tensor) for name, tensor in named.items())
+
+
+def test_a_set_beside_trained_factors_of_experts_does_not_replace_them():
+    ours = engine(build("qwen3_moe"), lora=replace(SPEC, targets=["experts"]))
+    target = ours.local.lora.parameters.targets[0]
+    other = LowRank(*(ours.model.get_parameter(name) for name in own_names(target)))
+    module = ours.model.get_submodule(target.rpartition(".")[0])
+    before = module.forward
+    with pytest.raises(AssertionError, match=r"layers\.0\.mlp\.experts has factors, which these would replace"):
+        with with_low_ranks(ours.model, {target: other}, 1.0):
+            pass
+    assert module.forward is before and has_factors(module)
 
 
 @each("experts", (False, True))

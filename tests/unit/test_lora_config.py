@@ -11,7 +11,7 @@ import torch
 from each import each
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 from quantised import quantised_copy
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from verl.cli import main
 from verl.config.cluster import roles_on_base
@@ -23,6 +23,7 @@ from verl.config.validate import validate
 from verl.driver.identity import compare, identity_of, start_beside_folder
 from verl.driver.setup import with_native_dtype
 from verl.model_engine.layout import Layout
+from verl.model_engine.lora_spec import LoraSpec, idle_excludes, target_modules
 from verl.model_engine.memory import RankWork, memory
 from verl.planner.plan import make_plan
 from verl.planner.text import render_plan
@@ -119,6 +120,19 @@ def test_targets_of_the_plan(folder):
     some = planned(folder, RANK, "model.lora.targets=[q_proj, v_proj]", "model.lora.exclude=['.*layers.1.*']")
     assert [*some.factors.layers] == ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
     assert some.factors.parameters == 8 * (64 + 64 + 64 + 32)
+
+
+def test_an_exclude_without_the_word_experts_leaves_theirs():
+    """PEFT excludes modules, and experts are named in another list."""
+    linears, experts = ["mlp.shared_expert.down_proj", "q_proj"], ["mlp.experts.down_proj", "mlp.experts.gate_up_proj"]
+
+    def left(exclude: str) -> tuple[str, ...]:
+        spec = LoraSpec(rank=4, targets=["all-linear", "experts"], exclude=[exclude])
+        return target_modules(spec, linears, linears, "M", experts)
+
+    assert left("down_proj") == ("q_proj", *experts)
+    assert left("experts.down_proj") == (*linears, experts[1])
+    assert idle_excludes(LoraSpec(exclude=["gate_up_proj", "experts"]), linears, experts) == ["gate_up_proj"]
 
 
 def test_an_exclude_that_names_no_layer_is_a_warning(folder):
@@ -342,9 +356,12 @@ def test_ranks_hold_one_base_of_policy_critic_and_reference(folder):
 
 
 def test_an_adapter_of_the_policys_weights_is_a_set_on_its_base(folder, tmp_path):
-    """The same bytes in another folder are the same base; one other byte is another model."""
-    for name in ("same", "other"):
+    """The same bytes in another folder are the same base; one other byte, or another RoPE, is another model."""
+    for name in ("same", "other", "renamed", "turned"):
         shutil.copytree(folder / "tiny", tmp_path / name)
+    for name, more in (("renamed", {"_name_or_path": "x", "dtype": "bfloat16"}), ("turned", {"rope_theta": 5e5})):
+        file = tmp_path / name / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
     other = tmp_path / "other" / "model.safetensors"
     changed = bytearray(other.read_bytes())
     changed[-1] ^= 1
@@ -352,6 +369,8 @@ def test_an_adapter_of_the_policys_weights_is_a_set_on_its_base(folder, tmp_path
     for base, more, on in (
         ("same", (RANK,), True),
         ("other", (RANK,), False),
+        ("renamed", (RANK,), True),
+        ("turned", (RANK,), False),
         ("same", (), False),
         ("same", (RANK, "model.engine_options.offload_weights=true"), False),
     ):
@@ -366,6 +385,19 @@ def test_an_adapter_of_the_policys_weights_is_a_set_on_its_base(folder, tmp_path
     apart = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.roles={teacher: main}")
     config = resolved_of(folder, RANK, *apart, "algorithm.name=opd", f"teacher.path={path}").config
     assert roles_on_base(config) == (), "a role with a place has a model of its own"
+
+
+def test_an_adapter_with_factors_of_an_untied_head_is_a_model_of_its_own(folder, tmp_path):
+    """A set has factors of linear layers in decoder layers and of experts; merged, the head has its own too."""
+    base = write_model(tmp_path / "untied", tied=False)
+    path = adapter(tmp_path / "teacher", base_model_name_or_path=str(base))
+    given = (RANK, f"model.path={base}", "algorithm.name=opd", f"teacher.path={path}")
+    assert planned(folder, *given).on_base == ("teacher",)
+    factors = load_file(path / "adapter_model.safetensors")
+    head = {"A": torch.ones(4, 64), "B": torch.ones(1000, 4)}
+    factors |= {f"base_model.model.lm_head.lora_{name}.weight": factor for name, factor in head.items()}
+    save_file(factors, path / "adapter_model.safetensors")
+    assert planned(folder, *given).on_base == ()
 
 
 VLLM = ("rollout.engine=vllm", "rollout.python=/bin/true")

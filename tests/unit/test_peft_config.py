@@ -27,6 +27,8 @@ def test_fields_are_the_keys_of_lora():
     experts = {"target_modules": [], "target_parameters": ["mlp.experts.down_proj"]}
     assert lora_keys(experts)["model.lora.targets"] == ["mlp.experts.down_proj"]
     assert lora_keys(ALL | {"target_parameters": ["experts.x"]})["model.lora.targets"] == ["all-linear", "experts.x"]
+    shared = experts | {"exclude_modules": ["shared_experts.down_proj"]}
+    assert lora_keys(shared)["model.lora.exclude"] == ["shared_experts.down_proj"]
     assert lora_spec(ALL | {"r": 4}, 7) == LoraSpec(rank=4, alpha=8, targets=["all-linear"], seed=7)
     assert lora_spec(None, 7) is None
     assert lora_keys(ALL | {"r": 0, "lora_alpha": 0})["model.lora.alpha"] == 0, "for the bounds of the keys to refuse"
@@ -48,6 +50,10 @@ def test_what_would_train_something_else_is_refused_by_name():
         ({"rank_pattern": {"q_proj": 2}}, "peft_config.rank_pattern="),
         ({"rnak": 4}, "peft_config.rnak=4: no such setting here"),
         ({"target_parameters": ["down_proj"]}, "peft_config.target_parameters=down_proj: only experts get factors"),
+        (
+            {"target_parameters": ["mlp.experts.down_proj"], "exclude_modules": r".*\.1\.mlp\.experts.*"},
+            r"peft_config.exclude_modules=.*\.1\.mlp\.experts.*: PEFT excludes modules alone",
+        ),
         ({"task_type": "SEQ_CLS"}, "peft_config.task_type=SEQ_CLS"),
         ({"peft_type": "ADALORA"}, "peft_config.peft_type=ADALORA: plain LoRA"),
         ({"target_modules": None}, "peft_config.target_modules=None: PEFT chooses layers by the model's family"),

@@ -42,6 +42,8 @@ _IGNORED = (  # parts that are in the weights too, and details of the adapter's 
 
 LAYER = re.compile(r"(?!.*(vision|visual|audio)).*\.layers\.\d+\.")  # names of tensors in layers of the text model
 TARGETS = ("q_proj", "o_proj", "down_proj")
+_ROUTERS = (".gate", ".router", ".shared_expert_gate")
+"""The ends of the names of routers of experts, which are not trained."""
 
 
 def layer_matrices(base: Path) -> Mapping[str, tuple[int, ...]]:
@@ -58,6 +60,29 @@ def one_projection(base: Path) -> Mapping[str, tuple[int, ...]]:
     every = layer_matrices(base)
     found = ({name: shape for name, shape in every.items() if name.endswith(f".{kind}")} for kind in TARGETS)
     return next(filter(None, found), {})
+
+
+def linear_layers(base: Path) -> dict[str, tuple[int, int]]:
+    """Return the sides of the weight of each linear layer in the decoder layers of a model folder, by its name in the
+    model. Routers of experts are none: they get no factors."""
+    found = dict[str, tuple[int, int]]()
+    for name, header in read_weight_headers(base).items():
+        module = name.removesuffix(".weight")
+        if module != name and _is_linear(module, header):
+            found[_in_model(module)] = (header.shape[0], header.shape[1])
+    return found
+
+
+def _is_linear(module: str, header: TensorHeader) -> bool:
+    inside = any(part.isdigit() for part in module.split("."))
+    return inside and len(header.shape) == 2 and ".experts." not in module and not module.endswith(_ROUTERS)
+
+
+def _in_model(module: str) -> str:
+    """Return the name of a module in the causal LM: some folders omit its first component."""
+    prefixes = {"h": "transformer", "layers": "model"}
+    first = module.partition(".")[0]
+    return f"{prefixes[first]}.{module}" if first in prefixes else module
 
 
 def peft_config(parameters: ParameterSet, base: str) -> dict[str, Any]:
@@ -89,9 +114,11 @@ class _Lora(msgspec.Struct):
     exclude_modules: list[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
 
-    def scale(self, module: str, rank: int) -> float:
+    def scale(self, target: str, rank: int) -> float:
+        """Return the factor of B A x. target: the name of a linear layer, or of a tensor of experts: PEFT compares its
+        patterns with that, not with the module of the experts."""
         patterns = self.alpha_pattern or {}
-        given = (a for pattern, a in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+        given = (a for pattern, a in patterns.items() if re.match(rf"(.*\.)?({pattern})$", target))
         return next(given, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
 
     def aims_at(self, module: str) -> bool:
@@ -176,7 +203,8 @@ def read_adapter(folder: Path, base: Path, *, head: bool = False) -> dict[str, A
             part = parts.setdefault(weight, AdaptedWeight(experts=fused.get(weight, (0,))[0]))
             if factor == "A.weight":
                 part.a = key
-                part.scale = lora.scale(module, max(1, *header.shape[:1]) // max(1, part.experts))
+                rank = max(1, *header.shape[:1]) // max(1, part.experts)
+                part.scale = lora.scale(weight.removesuffix(".weight"), rank)
             else:
                 part.b = key
         else:

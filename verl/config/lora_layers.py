@@ -8,27 +8,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.config.adapter import base_of, read_factors
+from verl.config.adapter import base_of, linear_layers, read_factors
 from verl.config.backends import traits_of
 from verl.config.cluster import TRAINS
 from verl.config.devices import base_format, device_type_of, streams_buckets
 from verl.config.experts import fused_experts
-from verl.config.model_files import (
-    TensorHeader,
-    codes_are_frozen,
-    describe_model,
-    find_model_folder,
-    folder_format,
-    read_weight_headers,
-)
+from verl.config.model_files import codes_are_frozen, describe_model, find_model_folder, folder_format
 from verl.config.schema import Config
 from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
 from verl.model_engine.optimizer_table import OPTIMIZERS, SMALL
 from verl.parameter_set import is_experts
 from verl.wire import FP8
-
-_ROUTERS = (".gate", ".router", ".shared_expert_gate")
-"""The ends of the names of routers of experts, which are not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +109,7 @@ def idle_lora(config: Config) -> Iterator[str]:
     spec = trained_by(config.model.lora)
     if spec is not None and spec.path is None:
         folder = find_model_folder(config.model.path)
-        for entry in idle_excludes(spec, _linears(folder), fused_experts(folder)):
+        for entry in idle_excludes(spec, linear_layers(folder), fused_experts(folder)):
             yield f"model.lora.exclude={entry}: no linear layer of {config.model.path} has this name; it does nothing"
 
 
@@ -192,31 +182,9 @@ def unused_lora(config: Config, command: str) -> Iterator[str]:
 
 def _drawn(spec: LoraSpec, folder: Path) -> TrainedFactors:
     """Return the factors that the engine adds to a model's layers."""
-    linears, experts, model = _linears(folder), fused_experts(folder), describe_model(str(folder)).architecture
+    linears, experts, model = linear_layers(folder), fused_experts(folder), describe_model(str(folder)).architecture
     every: dict[str, tuple[int, ...]] = {**linears, **experts}
     layers = {name: every[name] for name in target_modules(spec, linears, linears, model, experts)}
     for name, shape in layers.items():
         check_rank(spec.rank, name, (shape[-2], shape[-1]), model)
     return TrainedFactors(spec.rank, layers)
-
-
-def _linears(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return the sides of the weight of each linear layer in the decoder layers, by its name in the model."""
-    found = dict[str, tuple[int, int]]()
-    for name, header in read_weight_headers(folder).items():
-        module = name.removesuffix(".weight")
-        if module != name and _is_linear(module, header):
-            found[_in_model(module)] = (header.shape[0], header.shape[1])
-    return found
-
-
-def _is_linear(module: str, header: TensorHeader) -> bool:
-    inside = any(part.isdigit() for part in module.split("."))
-    return inside and len(header.shape) == 2 and ".experts." not in module and not module.endswith(_ROUTERS)
-
-
-def _in_model(module: str) -> str:
-    """Return the name of a module in the causal LM: some folders omit its first component."""
-    prefixes = {"h": "transformer", "layers": "model"}
-    first = module.partition(".")[0]
-    return f"{prefixes[first]}.{module}" if first in prefixes else module

@@ -117,8 +117,8 @@ class Publisher:
     async def publish_adapter(self, name: str, folder: Path) -> SyncReport:
         """Publish a LoRA adapter in PEFT's layout as a parameter set of this name, for requests with
         `parameters=name`. It is verified as the policy's weights are, and published again with each later version of
-        them. Raise an error if no replica takes it, and Refused beside a policy that is sent as base and factors."""
-        if self.trained_rank and self.sends_factors:
+        them. Raise an error if no replica takes it, and Refused beside a policy that is trained with LoRA."""
+        if self.trained_rank:
             why = "the policy of this run is a LoRA set itself, on which no other is added"
             raise Refused(f"LoRA set {name!r}: {why}; publish it in a run that trains all weights")
         return await self._between(lambda: self.lora.open(name, folder, self.replicas[: len(self._modes)]))

@@ -32,7 +32,7 @@ class LoraSpec:
     """The layers with factors: ends of their names (q_proj), regular expressions of whole names, or all-linear: the
     linear layers of the decoder. Experts that are one tensor have factors if an entry names `experts`."""
     exclude: list[str] = field(default_factory=list)
-    """Layers without factors, named in the same way."""
+    """Layers without factors, named in the same way: experts keep theirs unless an entry names `experts`."""
     path: str | None = None
     """The folder of an adapter, in PEFT's layout, that training starts from. Its rank, alpha and targets are used."""
     seed: int = 0
@@ -82,7 +82,7 @@ def target_modules(
     every, experts = list(linears), list(fused)
     wanted = set[str]()
     for entry in spec.targets:
-        if not (found := _named(entry, every, inner, "targets", experts if "experts" in entry else ())):
+        if not (found := _named(entry, every, inner, "targets", experts)):
             raise Refused(f"model.lora.targets={entry}: {_no_layer(entry, every, model)}")
         wanted |= found
     for entry in spec.exclude:
@@ -109,10 +109,12 @@ def idle_excludes(spec: LoraSpec, linears: Iterable[str], fused: Iterable[str]) 
 
 
 def _named(entry: str, every: Iterable[str], inner: Iterable[str], key: str, fused: Iterable[str]) -> set[str]:
-    """Return the layers that an entry of `targets` or `exclude` names. fused: the tensors of experts that it can name,
-    each by its own name or by that of its module."""
+    """Return the layers that an entry of `targets` or `exclude` names. fused: the tensors of experts . An entry with
+    `experts` in it names each by its own name or by that of its module; PEFT has them in lists apart, and a name such
+    as down_proj is that of linear layers alone."""
     if entry == ALL_LINEAR:
         return {*inner}
+    fused = fused if "experts" in entry else ()
     names = [(name, name) for name in (*every, *fused)] + [(name.rpartition(".")[0], name) for name in fused]
     found = {layer for name, layer in names if f".{name}".endswith(f".{entry}")}
     try:

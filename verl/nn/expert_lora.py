@@ -90,7 +90,12 @@ def add_to_experts(module: nn.Module, factors: ReadFactors, scale: float) -> Non
     module.forward = ExpertsWithFactors(module, factors, scale)
 
 
+def has_factors(module: nn.Module) -> bool:
+    """Return True if a module is one of experts that computes with factors."""
+    return isinstance(module.__dict__.get("forward"), ExpertsWithFactors)
+
+
 def without_factors(module: nn.Module) -> None:
     """Let a module of experts compute by its class's own forward pass again."""
-    if isinstance(module.__dict__.get("forward"), ExpertsWithFactors):
+    if has_factors(module):
         del module.__dict__["forward"]

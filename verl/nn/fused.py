@@ -20,7 +20,7 @@ from verl.accel.families import FUSED_TYPES
 from verl.accel.operations import Call, Use
 from verl.accel.table import choose
 from verl.nn.attention import attend, window_of
-from verl.nn.expert_lora import ExpertsWithFactors
+from verl.nn.expert_lora import has_factors
 from verl.nn.recompute import can_recompute, without_saving
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -71,7 +71,7 @@ def fuse(model: nn.Module, *, packed: bool, checkpointed: bool = False) -> bool:
 def unfuse(model: nn.Module) -> None:
     """Let all modules compute by their class's own forward pass again, but for experts with factors of LoRA."""
     for module in model.modules():
-        if not isinstance(module.__dict__.get("forward"), ExpertsWithFactors):
+        if not has_factors(module):
             module.__dict__.pop("forward", None)
 
 

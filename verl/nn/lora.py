@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl.errors import Refused
-from verl.nn.expert_lora import add_to_experts, experts_of, without_factors
+from verl.nn.expert_lora import add_to_experts, experts_of, has_factors, without_factors
 from verl.parameter_set import ParameterSet, is_experts
 
 
@@ -76,8 +76,11 @@ def layer_size(model: nn.Module, module: str, name: str) -> tuple[int, ...]:
 
 @contextmanager
 def with_low_ranks(model: nn.Module, factors: Mapping[str, LowRank], scale: float) -> Iterator[None]:
-    """Inside the context each of these layers of the model adds scale * B A x, the product of its factors."""
+    """Inside the context each of these layers of the model adds scale * B A x, the product of its factors. Experts have
+    one forward pass with factors, so those of a model whose experts are trained with LoRA get no others."""
     handles, of_experts = [], dict[str, dict[str, tuple[Tensor, Tensor]]]()
+    for module in {target.rpartition(".")[0] for target in factors if is_experts(target)}:
+        assert not has_factors(model.get_submodule(module)), f"{module} has factors, which these would replace"
     try:
         for target, one in factors.items():
             if is_experts(target):

@@ -3,6 +3,7 @@ imported."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +48,9 @@ def lora_keys(peft_config: Any) -> dict[str, Any]:
     if strange := [name for name in experts if "experts" not in name]:
         why = "only experts get factors beside linear layers; give names as mlp.experts.down_proj"
         raise Refused(f"peft_config.target_parameters={strange[0]}: {why}")
+    if experts and (strange := [name for name in _layers(fields.get("exclude_modules")) if _EXPERTS.search(name)]):
+        why = "PEFT excludes modules alone, and these experts would keep their factors"
+        raise Refused(f"peft_config.exclude_modules={strange[0]}: {why}; name the others in target_parameters")
     if not targets:
         why = "PEFT chooses layers by the model's family, and some have no choice"
         raise Refused(f"peft_config.target_modules={fields.get('target_modules')}: {why}; name them, or all-linear")
@@ -80,6 +84,7 @@ def lora_spec(peft_config: Any, seed: int) -> LoraSpec | None:
 
 
 _READ = ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules")
+_EXPERTS = re.compile("(?<!shared_)experts")
 _INIT = "init_lora_weights"
 _CHECKED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(
     {
