@@ -945,6 +945,7 @@ MUTANTS = (
     Mutant("config/on_base.py", "for name in parts} <= able:", "for name in parts} <= {*able, 'lm_head'}:", LORA),
     Mutant("model_engine/lora_spec.py", 'fused if "experts" in entry else ()', "fused", LORA),
     Mutant("config/lora_layers.py", "self.rank * sum(", "sum(", LORA),
+    Mutant("driver/launch.py", "changed(untrained(config), ", "changed(config, ", LORA),
     Mutant("config/lora_layers.py", "not in traits.lora_experts_on:", "not in ('cpu', 'cuda'):", LORA),
     Mutant("config/lora_layers.py", "able and served_factors(config) is not None", "able", LORA),
     Mutant(

@@ -13,6 +13,7 @@ from typing import Any
 import uvloop
 
 from verl.config.backends import longest_sequence
+from verl.config.lora_layers import untrained, unused_lora
 from verl.config.model_files import context_tokens
 from verl.config.schema import Config
 from verl.errors import Refused
@@ -23,7 +24,9 @@ def serve(config: Config) -> int:
     """Serve until SIGTERM or Ctrl-C. Errors in the keys, the port or the folder are raised before the model is
     loaded."""
     check_serve(config.serve)
-    config = with_context(config)
+    for fault in unused_lora(config, "serve"):
+        raise Refused(fault)
+    config = with_context(untrained(config))
     with bound(config.serve) as sock:
         uvloop.run(_serve(config, sock))
     return 0

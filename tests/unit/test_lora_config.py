@@ -13,7 +13,7 @@ from handmade_model import write_model, write_qwen_half_billion, write_rows
 from quantised import quantised_copy
 from safetensors.torch import load_file, save_file
 
-from verl.cli import main
+from verl.cli import VERBS, main
 from verl.config.cluster import roles_on_base
 from verl.config.devices import base_format, compute_dtype
 from verl.config.load import load_config
@@ -22,6 +22,7 @@ from verl.config.model_files import describe_model
 from verl.config.validate import validate
 from verl.driver.identity import compare, identity_of, start_beside_folder
 from verl.driver.setup import with_native_dtype
+from verl.errors import Refused
 from verl.model_engine.layout import Layout
 from verl.model_engine.lora_spec import LoraSpec, idle_excludes, target_modules
 from verl.model_engine.memory import RankWork, memory
@@ -199,11 +200,32 @@ def test_what_cannot_be_trained_is_refused_without_a_model(folder, tmp_path, cap
     assert not (tmp_path / "runs").exists()
 
 
+NO_TRAINING = {
+    "eval": ("verl.driver.launch.assemble", ()),
+    "generate": ("verl.driver.generate._generate", ("prompt=1",)),
+    "serve": ("verl.serve._serve", ("serve.port=0",)),
+}
+
+
 def test_an_adapter_beside_what_trains_nothing_is_refused(folder, tmp_path, capsys):
     path = adapter(tmp_path / "a")
     rows = f"data.eval_files={folder}/train.jsonl"
-    assert main(["eval", f"model.path={folder}/tiny", rows, f"model.lora.path={path}"]) == 2
-    assert "`verl eval` trains nothing" in capsys.readouterr().err
+    for verb, (_, more) in NO_TRAINING.items():
+        assert main([verb, f"model.path={folder}/tiny", rows, f"model.lora.path={path}", *more]) == 2
+        assert f"`verl {verb}` trains nothing" in capsys.readouterr().err
+
+
+@each("verb", [*NO_TRAINING])
+def test_what_trains_nothing_has_no_factors_of_a_recipe(folder, tiny_model, tmp_path, monkeypatch, verb):
+    at, more = NO_TRAINING[verb]
+
+    async def seen(given, *_, **__):
+        raise Refused(f"{dict((given if verb != 'eval' else given.config).model.lora)}")
+
+    monkeypatch.setattr(at, seen)
+    own = [f"model.path={tiny_model}", f"data.eval_files={folder}/train.jsonl", f"run.root_dir={tmp_path}"]
+    with pytest.raises(Refused, match="^{}$"):
+        VERBS[verb]([*own, "model.lora.rank=640", "optim.name=muon", *more])
 
 
 def test_another_rank_scale_target_or_adapter_is_another_run(folder, tmp_path):

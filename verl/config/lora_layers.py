@@ -15,6 +15,7 @@ from verl.config.devices import base_format, device_type_of, streams_buckets
 from verl.config.experts import fused_experts
 from verl.config.model_files import codes_are_frozen, describe_model, find_model_folder, folder_format
 from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
 from verl.model_engine.optimizer_table import OPTIMIZERS, SMALL
 from verl.parameter_set import is_experts
@@ -130,7 +131,8 @@ def _format_faults(config: Config, command: str, *, trains_factors: bool) -> Ite
     keys."""
     kind, given = config.model.quantization, f"model.quantization={config.model.quantization}"
     if kind != "none" and not trains_factors:
-        yield f"{given}: only a base that LoRA does not change is quantised; set model.lora.rank=32, or leave it out"
+        fix = "set model.lora.rank=32, or leave it out" if command in TRAINS else "leave it out"
+        yield f"{given}: only a base that LoRA does not change is quantised; {fix}"
     folders = {"model.path": config.model.path, "critic.path": config.critic.path if command == "train" else None}
     for key, path in folders.items():
         if path is None or (own := folder_format(path)) == "none":
@@ -178,6 +180,12 @@ def unused_lora(config: Config, command: str) -> Iterator[str]:
     if (path := config.model.lora.get("path")) is not None:
         why = f"`verl {command}` trains nothing, and reads model.path alone"
         yield f"model.lora.path={path}: {why}; leave it out"
+
+
+def untrained(config: Config) -> Config:
+    """Return the configuration of a command that trains nothing: a recipe may have settings of LoRA, which would add
+    factors of zero to the model, and send it as base and factors."""
+    return changed(config, {"model.lora": {}})
 
 
 def _drawn(spec: LoraSpec, folder: Path) -> TrainedFactors:

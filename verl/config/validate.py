@@ -19,7 +19,7 @@ from verl.config.agent import agent_faults
 from verl.config.backends import complete_options, longest_sequence
 from verl.config.cluster import TRAINS, cluster_faults, roles_of_policy
 from verl.config.image_models import image_model_faults
-from verl.config.lora_layers import frozen_base_faults, lora_layer_faults, unused_lora
+from verl.config.lora_layers import frozen_base_faults, lora_layer_faults, untrained, unused_lora
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
 from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import Config
@@ -41,6 +41,8 @@ def validate(config: Config, command: Command = "train") -> None:
     """Raise one ValueError with a line per fault if the configuration cannot run."""
     found = [*_values(config), *_settings(config)]
     if not found:
+        if command not in TRAINS:
+            found, config = [*unused_lora(config, command)], untrained(config)
         found += _sizes(config, command)
         rules = (_algorithm, _teacher, _pipeline, _sampling)
         found += [line for rule in rules for line in rule(config)] if command in RL else []
@@ -399,5 +401,3 @@ def _files(config: Config, command: Command) -> Iterator[str]:
     yield from frozen_base_faults(config, command)
     if command in TRAINS:
         yield from lora_layer_faults(config)
-    else:
-        yield from unused_lora(config, command)

@@ -16,6 +16,7 @@ import uvloop
 
 from verl.chat import render_prompt
 from verl.chat.template import audit_template
+from verl.config.lora_layers import untrained
 from verl.config.proven import unproven
 from verl.config.schema import Config
 from verl.config.validate import validate
@@ -44,8 +45,7 @@ ANSWERS = "responses"
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
     """Return (text, stop reason, mean log-prob per token) of n answers; greedy if rollout.temperature=0."""
-    config = with_native_dtype(config)
-    tokenizer = _tokenizer_of(config)
+    config, tokenizer = _checked(config)
     lost = Coverage(tokenizer).lost(prompt)
     for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):
         print(f"warning: {line}")
@@ -66,8 +66,8 @@ def generate_file(config: Config, out: Path) -> int:
     file with the column `responses`. Return the number of rows. Rows are never left out."""
     if not config.data.train_files:
         raise Refused("data.train_files is empty: name the file of prompts to answer")
-    config = with_native_dtype(config)
-    tokenizer, data = _tokenizer_of(config), replace(config.data, filter_overlong_prompts=False)
+    config, tokenizer = _checked(config)
+    data = replace(config.data, filter_overlong_prompts=False)
     kwargs, stops = config.model.template_kwargs, stop_ids(config, tokenizer)
     files, most = data.train_files, data.max_rows
     table = load_tasks(files, tokenizer, data, template_kwargs=kwargs, max_rows=most, stops=stops)
@@ -90,14 +90,16 @@ def generate_file(config: Config, out: Path) -> int:
     return len(tasks)
 
 
-def _tokenizer_of(config: Config) -> Any:
+def _checked(config: Config) -> tuple[Config, Any]:
+    """Return the configuration with which answers are sampled, and the tokenizer. Raise ValueError for its faults."""
     validate(config, "generate")
+    config = with_native_dtype(untrained(config))
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
     for line in (*unproven(config, ("rollout",)), *template_lines(config, tokenizer)):
         print(line)
-    return tokenizer
+    return config, tokenizer
 
 
 async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray], n: int) -> list[Completion]:

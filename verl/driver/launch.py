@@ -17,6 +17,7 @@ import uvloop
 
 from verl.config.devices import on_cuda
 from verl.config.load import Resolved, validate
+from verl.config.lora_layers import untrained
 from verl.config.schema import Config
 from verl.config.tree import changed
 from verl.driver.assemble import assemble
@@ -284,7 +285,7 @@ def run_eval(resolved: Resolved, progress: LiveProgress | None = None) -> Finish
         raise Refused("data.eval_files is empty: give the files to evaluate on")
     validate(config, "eval")
     one_step = {"run.total_steps": 1, "step.prompts_per_step": 1, "step.updates_per_step": 1}
-    config = changed(config, {"data.train_files": [*config.data.eval_files], **one_step})
+    config = changed(untrained(config), {"data.train_files": [*config.data.eval_files], **one_step})
     return uvloop.run(unless_stopped(_eval(replace(resolved, config=config), progress)))
 
 
