@@ -322,7 +322,7 @@ def _no_reward_model(config: Config, path: str) -> Iterator[str]:
         fix = "give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
         yield f"reward.model={path}: no config.json there; {fix}"
     elif REWARD_MODEL not in roles_of_policy(config):
-        why = "an adapter is read on the frozen base of a policy that trains LoRA on the same weights, not offloaded"
+        why = "an adapter is read on the frozen base of a policy that trains LoRA on the same model, not offloaded"
         yield f"reward.model={path}: {why}; set model.lora.rank, or merge it: verl export {path} FOLDER --merge"
 
 
