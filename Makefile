@@ -119,14 +119,18 @@ test-mutants: setup  # does the suite notice a wrong line? Half an hour on two c
 # vLLM for CPUs in an environment of its own (3.4 GB, some minutes the first time)
 VLLM_ENV ?= $(CURDIR)/.venv-vllm
 VLLM_TESTS ?= tests/vllm
+VLLM_PYTEST := $(BIN)/python -m pytest -q -p no:unraisableexception -p no:threadexception
 
 vllm-env: setup
 	$(BIN)/python -m bench.environments $(VLLM_ENV)
 
 # A real vLLM on CPU: the contract, its traps, faults, and runs that learn. These tests kill servers and close event loops
 # under requests: what is collected when all have ended is no verdict on them.
+# Whole runs need both processors for their servers, so they follow one by one (exit code 5: none was chosen).
+test-vllm: export VLLM_PYTHON = $(VLLM_ENV)/bin/python
 test-vllm: vllm-env
-	VLLM_PYTHON=$(VLLM_ENV)/bin/python $(BIN)/python -m pytest -q -p no:unraisableexception -p no:threadexception $(VLLM_TESTS)
+	$(VLLM_PYTEST) -n 2 --dist loadfile -m "not runs" $(VLLM_TESTS)
+	$(VLLM_PYTEST) -m runs $(VLLM_TESTS) || [ $$? = 5 ]
 
 lint: style types
 

@@ -20,6 +20,8 @@ from verl.config.lora_layers import trained_factors
 from verl.driver.launch import run_rl
 from verl.track.samples import read_samples
 
+pytestmark = pytest.mark.runs
+
 SERVED = ("rollout.engine=vllm", f"rollout.python={PYTHON}", "rollout.dtype=float32", "model.dtype=float32")
 
 
