@@ -29,6 +29,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         f"{NUMERICS}/test_rollout_numerics.py",
         f"{NUMERICS}/test_mixed_steps.py",
         f"{NUMERICS}/test_native_sets.py",
+        f"{NUMERICS}/test_native_noise.py",
     ),
     "rollout": (f"{CONTRACTS}/test_rollout_contract.py", "-k", "native or hf"),
     "sync": (

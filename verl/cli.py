@@ -319,12 +319,12 @@ def plan_verb(args: list[str]) -> int:
     given, rest = _own_arguments(args, (*times, "card_gib"))
     resolved = _load(rest)
     validate(resolved.config)
-    times_s = [_positive(key, given[key], "the seconds of one step") for key in times if key in given]
+    times_s = [_number(key, given[key], "the seconds of one step") for key in times if key in given]
     if len(times_s) == 1:
         raise Refused("give both times of a step: rollout_s=SECONDS update_s=SECONDS")
     card = None
     if "card_gib" in given:
-        card = supposed_card(_positive("card_gib", given["card_gib"], "the GiB of memory of a card"))
+        card = supposed_card(_number("card_gib", given["card_gib"], "the GiB of memory of a card"))
     has = card.free_bytes if card is not None else None if on_cuda(resolved.config) else host.total_bytes()
     resolved, line = settle_checkpointing(resolved, has)
     plan = make_plan(resolved.config)
@@ -363,7 +363,7 @@ def simulate_verb(args: list[str]) -> int:
     if missing := [key for key in wanted if key not in given and key not in known]:
         raise Refused(f"{', '.join(missing)}: not given (verl simulate --help)")
     numbers = {
-        key: _number(key, given.get(key) or known[key], above=key in ("token_s", "mean_tokens")) for key in wanted
+        key: _number(key, given.get(key) or known[key], zero=key not in ("token_s", "mean_tokens")) for key in wanted
     }
     lengths = lengths_of(resolved.config, [numbers[key] for key in SHAPE if key in numbers], found)
     runs = [(one, simulated(one, workload_of(one, numbers, lengths))) for one in neighbours(resolved.config)]
@@ -373,24 +373,14 @@ def simulate_verb(args: list[str]) -> int:
     return 0
 
 
-def _number(key: str, text: str, *, above: bool) -> float:
-    """Return a number of 0 or more, or above 0."""
+def _number(key: str, text: str, meaning: str = "a number", *, zero: bool = False) -> float:
+    """Return a number above 0, or with `zero` of 0 or more."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not 0 <= number < math.inf or (above and number == 0):
-        raise Refused(f"{key}={text}: a number {'above 0' if above else 'of 0 or more'}")
-    return number
-
-
-def _positive(key: str, text: str, meaning: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise Refused(f"{key}={text}: {meaning}, above 0")
+    if not 0 <= number < math.inf or (number == 0 and not zero):
+        raise Refused(f"{key}={text}: {meaning}, {'0 or more' if zero else 'above 0'}")
     return number
 
 

@@ -149,6 +149,8 @@ def test_no_worker_outlives_a_killed_parent(tmp_path: Path, hangs: bool) -> None
     deadline = time.monotonic() + 60
     while hangs and time.monotonic() < deadline and len(list(tmp_path.glob("loaded-*"))) < 2:
         time.sleep(0.05)
+    while time.monotonic() < deadline and len(tree.descendants(parent.pid)) < 4:
+        time.sleep(0.05)
     family = tree.descendants(parent.pid)
     assert len(tree.children_of(parent.pid)) == 2 and len(family) == 4, "a guard and a worker, twice"
     assert not hangs or {int(one.name.rpartition("-")[2]) for one in tmp_path.glob("loaded-*")} <= set(family)

@@ -17,6 +17,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.precision import rounded_weight
+from verl.parameter_set import POLICY_SET
 from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
@@ -109,7 +110,7 @@ def test_scores_and_draws_are_of_exact_logits() -> None:
     errors = {}
     for float32_head in (False, True):
         core = rollout(config, module, float32_head)
-        hidden = torch.cat(list(core.runner._prompts.hidden_states(torch.from_numpy(ids[:-1]))))
+        hidden = torch.cat(list(core.runner._prompts.hidden_states(torch.from_numpy(ids[:-1]), POLICY_SET.id, None)))
         weight = module.get_output_embeddings().weight.detach().to(BF16)
         exact = torch.log_softmax(linear(hidden.double(), weight.double()), -1)
         exact = exact.gather(1, torch.from_numpy(ids[1:])[:, None])[:, 0].numpy()
