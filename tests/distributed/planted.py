@@ -98,8 +98,8 @@ def one_rank(options: Any, context: Any) -> Any:
     return engine
 
 
-def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int, peers: Any) -> Any:
-    engine = _rollout_engine(config, tokenizer, device, replica, peers)
+def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int, *more: Any) -> Any:
+    engine = _rollout_engine(config, tokenizer, device, replica, *more)
     generate, load_weights = engine.generate, engine.load_weights
 
     async def generated(request: Any) -> Any:

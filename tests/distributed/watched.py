@@ -91,11 +91,11 @@ def model(options: Any, context: Any) -> Any:
     return engine
 
 
-def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int, peers: Any) -> Any:
+def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int, *more: Any) -> Any:
     _settle()
     for name in ("load", "drop_kv", "drop_weights"):
         around(NativeRunner, name, replica)
-    return _rollout_engine(config, tokenizer, device, replica, peers)
+    return _rollout_engine(config, tokenizer, device, replica, *more)
 
 
 def peaks(folder: Path) -> dict[int, int]:
