@@ -53,12 +53,7 @@ def predicted(page: Mapping[str, Any], row: Mapping[str, Any], fitted: Constants
     work, model = page["work"], page["model"]
     # while they are decoded, long answers count for longer: their mean context is that of answers weighted by length
     context = model["prompt_tokens"] + fitted.mean_tokens * math.exp(fitted.sigma**2) / 2
-    kv_s = Decoding.of_bytes(
-        weights=0.0,
-        kv_per_token=model["kv_bytes_per_token"],
-        mean_context=context,
-        bytes_per_s=1e9 * page["device"]["bandwidth_gbs"],
-    ).sequence_s
+    kv_s = model["kv_bytes_per_token"] * context / (1e9 * page["device"]["bandwidth_gbs"])
     scheduler = Scheduler(
         prompts_per_step=work["prompts_per_step"],
         total_steps=(publishes + 3) * work["sync_every"],

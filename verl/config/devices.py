@@ -39,6 +39,11 @@ def base_format(config: Config, path: str | None = None) -> str:
     return config.model.quantization if own == "none" else own
 
 
+def in_float32_alone(config: Config, device_type: str) -> bool:
+    """Return True if the base below LoRA's factors has codes, whose products are compiled for float32 on a CPU."""
+    return device_type == "cpu" and base_format(config) != "none"
+
+
 def colocated(config: Config) -> bool:
     """Return True if rollout and training use the same devices in turn."""
     wanted = config.pipeline.placement
@@ -54,8 +59,8 @@ def compute_dtype(config: Config) -> str:
     """Return model.dtype; for `auto`, the dtype that suits this machine, from files of the kernel."""
     if config.model.dtype != "auto":
         return config.model.dtype
-    if base_format(config) != "none" and not on_cuda(config):
-        return "float32"  # that of the compiled products with codes
+    if in_float32_alone(config, "cuda" if on_cuda(config) else "cpu"):
+        return "float32"
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
     return "bfloat16" if on_cuda(config) or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"

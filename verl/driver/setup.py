@@ -25,7 +25,7 @@ from verl.chat.dates import date_line
 from verl.chat.template import Renderer
 from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
-from verl.config.devices import base_format
+from verl.config.devices import in_float32_alone
 from verl.config.model_files import declared_tie, describe_model, read_model_config, read_weight_headers
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
@@ -57,8 +57,7 @@ def with_native_dtype(config: Config) -> Config:
     if config.model.dtype != "auto":
         return config
     device = main_pool(config.cluster, device_of(config)).computes_on
-    coded = device == "cpu" and base_format(config) != "none"  # products with codes are compiled for float32
-    native = "float32" if coded else native_dtype(device)
+    native = "float32" if in_float32_alone(config, device) else native_dtype(device)
     return replace(config, model=replace(config.model, dtype=native))
 
 

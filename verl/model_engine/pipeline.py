@@ -30,9 +30,7 @@ from verl.model_engine.hf_parts import Index
 from verl.model_engine.layout import Layout, layers_of_stages
 from verl.model_engine.meshes import patience
 from verl.model_engine.passes import Ready
-from verl.model_engine.settings import DEFAULTS, EngineSettings
-from verl.model_engine.sharded import Fill, ShardedModel, ShardedPasses, ShardedState, part_of_rank
-from verl.model_engine.torch_engine import TorchEngine
+from verl.model_engine.sharded import ShardedEngine, ShardedModel, ShardedPasses, part_of_rank
 from verl.nn.pipeline_parallel import Lane, cut, one_forward_one_backward, owners
 from verl.objective import Term
 
@@ -233,19 +231,10 @@ class StagePasses(ShardedPasses):
         shared.grad = grad if before is None else before + grad
 
 
-class PipelinedEngine(TorchEngine):
+class PipelinedEngine(ShardedEngine):
     """A `TorchEngine` on many ranks, each with the layers of one stage; the arguments are those of `ShardedModel`."""
 
-    def __init__(
-        self,
-        model: Any,
-        settings: EngineSettings = DEFAULTS,
-        *,
-        layout: Layout,
-        fill: Fill | None = None,
-        lender: ShardedModel | None = None,
-    ) -> None:
-        self._compose(StageModel(model, settings, layout, fill, lender), StagePasses, ShardedState)
+    _parts = StageModel, StagePasses
 
 
 def column_of(layout: Layout, stages: Sequence[int]) -> Any:

@@ -435,6 +435,8 @@ class ShardedState(EngineState):
 class ShardedEngine(TorchEngine):
     """A `TorchEngine` on many ranks; the arguments are those of `ShardedModel`."""
 
+    _parts: tuple[type[ShardedModel], type[ShardedPasses]] = ShardedModel, ShardedPasses
+
     def __init__(
         self,
         model: Any,
@@ -444,7 +446,8 @@ class ShardedEngine(TorchEngine):
         fill: Fill | None = None,
         lender: ShardedModel | None = None,
     ) -> None:
-        self._compose(ShardedModel(model, settings, layout, fill, lender), ShardedPasses, ShardedState)
+        made, passes = self._parts
+        self._compose(made(model, settings, layout, fill, lender), passes, ShardedState)
 
 
 def layers_of(model: Any) -> list[nn.Module]:

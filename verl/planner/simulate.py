@@ -47,12 +47,6 @@ class Decoding:
     def step_s(self, sequences: int) -> float:
         return self.base_s + self.sequence_s * sequences
 
-    @staticmethod
-    def of_bytes(*, weights: float, kv_per_token: float, mean_context: float, bytes_per_s: float) -> Decoding:
-        """Return the time to read the weights and each sequence's keys and values at this bandwidth. weights,
-        kv_per_token: in bytes · mean_context: the mean number of tokens of the sequences that are decoded."""
-        return Decoding(base_s=weights / bytes_per_s, sequence_s=kv_per_token * mean_context / bytes_per_s)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:

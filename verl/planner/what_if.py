@@ -20,6 +20,7 @@ PUBLISHES = 22
 FEWEST_LENGTHS = 50
 TIMES = ("token_s", "sequence_s", "update_s", "publish_s")
 SHAPE = ("mean_tokens", "sigma")
+_NOT_UPDATE = ("timing_s/rollout", "timing_s/publish", "timing_s/evaluate", "timing_s/checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +52,6 @@ def measured_by(run: Path) -> RecordedRun:
         for values in lines
     )
     return RecordedRun(lengths=tuple(lengths), update_s=update_s, publish_s=publish_s)
-
-
-_NOT_UPDATE = ("timing_s/rollout", "timing_s/publish", "timing_s/evaluate", "timing_s/checkpoint")
 
 
 def lengths_of(config: Config, shape: Sequence[float], found: RecordedRun | None) -> Lengths:
