@@ -24,6 +24,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.options import Options
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
+from verl.models.families import FAMILIES
 from verl.models.multimodal import with_pictures
 from verl.models.pictures import Pictures
 from verl.models.tiny import character_tokenizer, qwen3
@@ -110,6 +111,20 @@ def test_an_image_is_encoded_once_in_a_pass(settings: dict[str, Any], passes: in
     for grids in encoded:
         assert len({tuple(grid) for grid in grids}) == len(grids), "the images differ in size: none is there twice"
     assert len(encoded) == passes and {tuple(g) for grids in encoded for g in grids} == {*GRIDS.values()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_parameter_belongs_to_one_part(kind: str) -> None:
+    """The projector has the matrix whose rows are the width of the language model."""
+    family, whole = FAMILIES[kind], made(kind)
+    parts = {name: family.part_of(name) for name, _ in whole.named_parameters()}
+    inside = {id(p) for p in whole.base_model.get_submodule(family.language).parameters()}
+    inside |= {id(p) for p in whole.get_output_embeddings().parameters()}
+    for name, parameter in whole.named_parameters():
+        assert (parts[name] == "language") == (id(parameter) in inside), name
+    last = whole.base_model.get_submodule(family.projector[0])
+    assert [*last.parameters()][-1].shape[0] == whole.config.get_text_config().hidden_size
+    assert {*parts.values()} == {"vision", "projector", "language"}
 
 
 def test_rows_without_images_leave_the_tower_alone() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from verl.types import Grid, Medium
+
+Part = Literal["vision", "projector", "language"]
+"""The parts of a model that reads images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,22 @@ class ImageFamily:
     language: str
     """The language model, below the base model."""
     tower: str
-    """The vision tower with its projection to the width of the language model, below the base model."""
+    """The vision tower, below the base model."""
+    projector: tuple[str, ...]
+    """The modules that map the tower's features to the width of the language model, below the base model; they may be
+    within the tower. The first one is always there."""
+
+    def part_of(self, name: str) -> Part:
+        """Return the part of the model to which the parameter with this name belongs."""
+        name = name.removeprefix("model.")
+        if name.startswith(tuple(f"{module}." for module in self.projector)):
+            return "projector"
+        return "vision" if name.startswith(f"{self.tower}.") else "language"
+
+    @property
+    def encoder(self) -> tuple[str, ...]:
+        """The modules that encode images, below the base model, none of which is within another one."""
+        return self.tower, *(module for module in self.projector if not module.startswith(f"{self.tower}."))
 
 
 def _merged(config: Any, grid: Grid) -> Grid:
@@ -45,7 +63,14 @@ def _grid_positions(config: Any, grid: Grid) -> tuple[np.ndarray, int]:
     return np.indices(merged).reshape(3, -1), max(merged[1:])
 
 
-_QWEN = ImageFamily(axes=3, tokens=_merged_tokens, positions=_grid_positions, language="language_model", tower="visual")
+_QWEN = ImageFamily(
+    axes=3,
+    tokens=_merged_tokens,
+    positions=_grid_positions,
+    language="language_model",
+    tower="visual",
+    projector=("visual.merger", "visual.deepstack_merger_list"),
+)
 FAMILIES: Mapping[str, ImageFamily] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
 """The families by the `model_type` of config.json."""
 
