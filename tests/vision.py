@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,16 @@ def own_logprobs(model: Any, sample: Sample, content: dict[str, Picture]) -> Ten
     logits = model(**given).logits[0].log_softmax(-1)
     own: Tensor = logits[torch.tensor(sampled) - 1, torch.from_numpy(sample_ids(sample))[sampled]]
     return own
+
+
+def stored(row: Sample, names: Mapping[str, str]) -> Sample:
+    """Return the row with the references of its images in a store."""
+    return replace(
+        row,
+        segments=tuple(
+            replace(s, media=tuple(m._replace(reference=names[m.reference]) for m in s.media)) for s in row.segments
+        ),
+    )
 
 
 def sample_ids(sample: Sample) -> np.ndarray:

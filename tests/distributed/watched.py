@@ -18,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from verl.driver import assemble
 from verl.model_engine import rank_engine
 from verl.model_engine.offload import Offload
+from verl.models.pictures import Pictures
 from verl.rollout.native.runner import NativeRunner
 from verl.weight_sync import shm
+from verl.workers.role import Role, RoleSpec, build_roles
 
 FOLDER = "WATCHED"  # a variable of the workers' environment
 _rollout_engine, _awake = assemble.rollout_engine, Offload.awake
@@ -108,3 +110,16 @@ def peaks(folder: Path) -> dict[int, int]:
             holds[process] = size
             found[device] = max(found.get(device, 0), sum(holds.values()))
     return found
+
+
+def roles_that_note_images(spec: RoleSpec, folder: Path, *, ranks: Any) -> list[Role]:
+    """The workers of these ranks; a file of each process lists the images that it processed."""
+    processed = Pictures._processed
+
+    def noted(self: Pictures, image: Any, where: str) -> Any:
+        with (folder / str(os.getpid())).open("a") as file:
+            file.write(f"{where}\n")
+        return processed(self, image, where)
+
+    Pictures._processed = noted  # type: ignore[method-assign]
+    return build_roles(spec, ranks=ranks)

@@ -52,8 +52,8 @@ def test_rows_of_text_train_its_language_model(folder: Path, arithmetic_data: Se
         ("model.lora.rank=4", "model.lora: model.path=.* is a qwen2_5_vl, a model that reads images, and its factors"),
         ("rollout.engine=openai", "rollout.engine=openai: .*no server was tested with; use rollout.engine=native"),
         (
-            "cluster.ranks_per_node=2 cluster.backend=ray",
-            "model.engine=sharded: .*ranks do not divide it; use one rank",
+            "cluster.ranks_per_node=2 cluster.backend=ray parallel.tensor=2",
+            "parallel.tensor=2: model.path=.* reads images, and its ranks divide language models alone; use",
         ),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 import torch
 from fakes import put
 from torch import Tensor
-from vision import GRIDS, KINDS, drawn, image_folder, model, own_logprobs, pictures, png, rows, seen
+from vision import GRIDS, KINDS, drawn, image_folder, model, own_logprobs, pictures, png, rows, seen, stored
 
 from verl.algorithms.losses import nll
 from verl.batch import Batch, pack, select_rows
@@ -175,16 +174,6 @@ def test_a_worker_reads_the_images_of_its_rows_from_the_store_of_the_queue(tmp_p
     alone = TorchEngine(role.engine.model, EngineSettings(dtype="float32"))
     with pytest.raises(ValueError, match="a batch has 3 media, and this engine has no store of them"):
         alone.infer(pack(rows()), ("logprobs",))
-
-
-def stored(row: Sample, names: Mapping[str, str]) -> Sample:
-    """Return the row with the references of its images in a store."""
-    return replace(
-        row,
-        segments=tuple(
-            replace(s, media=tuple(m._replace(reference=names[m.reference]) for m in s.media)) for s in row.segments
-        ),
-    )
 
 
 def zeros(picture: Picture) -> Picture:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.backends import engine_name, traits_of
+from verl.config.backends import traits_of
 from verl.config.model_files import find_model_folder, read_model_config
 from verl.config.schema import Config
 from verl.model_engine.lora_spec import trained_by
@@ -18,8 +18,6 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     if kind not in FAMILIES:
         return
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
-    if (engine := engine_name(config, "model")) != "torch":
-        yield f"model.engine={engine}: {what}, and ranks do not divide it; use one rank (model.engine=torch)"
     if trained_by(config.model.lora) is not None:
         yield f"model.lora: {what}, and its factors are not trained here; leave it out"
     if command == "rm":

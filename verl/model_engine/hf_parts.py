@@ -23,6 +23,7 @@ from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
 from verl.config.model_files import quantised_in
 from verl.errors import Refused
 from verl.model_engine.hf_model import refuse_other_weights
+from verl.models.families import auto_class
 from verl.nn.quant import QuantisedTensor, read_quantised
 
 Index = tuple[slice, ...]
@@ -155,8 +156,6 @@ def open_skeleton(
     """Open a folder as `load_causal_lm` does, with the same errors, but read no weight. Return None for a folder
     without safetensors, or one without weights that transformers would initialise. quantised: the folder may have
     weights that bitsandbytes quantised."""
-    from transformers import AutoModelForCausalLM
-
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         return None
     config = check_loadable(path, trust_remote_code=trust_remote_code, quantised=quantised)
@@ -170,7 +169,7 @@ def open_skeleton(
         stored[name] = files[name], torch.empty(shape, device="meta")
     try:
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(
+            model: Any = auto_class(config).from_config(
                 config, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
         made, unexpected, wrong = _plan(model, {name: t for name, (_, t) in stored.items()})

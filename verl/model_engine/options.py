@@ -61,3 +61,11 @@ def cannot(layout: Layout) -> Iterator[str]:
     if layout.shard % layout.expert:
         message = f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"
         yield f"{message}: {use(layout.shard)}"
+
+
+def image_faults(layout: Layout, what: str) -> Iterator[str]:
+    """Yield a line for each property of a layout that a model which reads images cannot have."""
+    for name, size in (("tensor", layout.tensor), ("pipeline", layout.pipeline), ("expert", layout.expert)):
+        if size > 1:
+            why = "its ranks divide language models alone"
+            yield f"parallel.{name}={size}: {what} reads images, and {why}; use parallel.{name}=1"

@@ -22,21 +22,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from verl.batch import Batch, exactly
+from verl.batch import Batch, exactly, part_of
 from verl.errors import Refused
+from verl.media_tokens import MediaTokens
 from verl.model_engine.base import WeightPart
 from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.layout import Layout
 from verl.model_engine.local_model import LocalModel
 from verl.model_engine.lora import is_factor
 from verl.model_engine.meshes import Meshes, host_meshes, meshes_of, patience
-from verl.model_engine.options import cannot
+from verl.model_engine.options import cannot, image_faults
 from verl.model_engine.passes import Passes, Reader, ReplicaWeights, Which
 from verl.model_engine.settings import DEFAULTS, EngineSettings
 from verl.model_engine.sharded_copy import ShardedCopy, accumulate_in_float32
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.torch_engine import TorchEngine
+from verl.model_engine.units import layers_of, units_of
 from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
@@ -106,7 +108,7 @@ class ShardedModel(LocalModel):
         tied = lm_head.weight is self.model.get_input_embeddings().weight
         alone = [lm_head] if self.value_head is not None and not tied else []
         tensor = TensorParallel(self.model, self.mesh["tensor"]) if layout.tensor > 1 else None
-        for module in (*experts, *layers_of(self.model), *alone, self.root):
+        for module in (*experts, *units_of(self.model), *alone, self.root):
             if tensor is not None:
                 tensor.split(module)
             fully_shard(module, mesh=over_experts if module in experts else over)
@@ -258,11 +260,10 @@ class ShardedPasses(Passes):
     def __init__(self, local: ShardedModel) -> None:
         super().__init__(local)
         self._layout = local.layout
+        self._encodes = False  # in this pass some rank has an image
         if self._vision is not None:
-            what = type(local.model).__name__
-            raise Refused(
-                f"{what} reads images, and ranks do not divide such a model; use one rank (model.engine=torch)"
-            )
+            for line in image_faults(self._layout, type(local.model).__name__):
+                raise Refused(line)
 
     def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
         """Return the rows of each pass. Every rank has as many passes as the rank that needs most; some may have no
@@ -345,7 +346,16 @@ class ShardedPasses(Passes):
         over = self._exchange(batch)
         plan = plan_attention(batch, self.local.device, queries=over.queries)
         plan.exchange = over
-        return self._states(over.mine(batch.ids), over.mine(batch.positions), plan)
+        media = None if batch.media is None else over.media_of_mine(batch.media)
+        return self._states(over.mine(batch.ids), over.mine(batch.positions), plan, media)
+
+    def _inputs(self, ids: Tensor, media: MediaTokens | None) -> dict[str, Any]:
+        """Return the inputs of the decoder. If a rank has an image in this pass, all ranks run the tower, whose weights
+        are gathered and whose gradients are summed over the ranks."""
+        if media is None and self._encodes:
+            assert self._vision is not None
+            media = self._vision.unread(ids.numel())
+        return super()._inputs(ids, media)
 
     def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
         """Compute outputs from the states that this rank has, and return those of all ranks that share the tokens."""
@@ -362,9 +372,21 @@ class ShardedPasses(Passes):
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterator[np.ndarray]:
         parts = self.cuts(batch, count)
+        encodes = self._passes_with_images(batch, parts)
         for i, rows in enumerate(parts):
             self._meet_copies(i == len(parts) - 1)
+            self._encodes = encodes[i]
             yield rows
+        self._encodes = False
+
+    def _passes_with_images(self, batch: Batch, parts: Sequence[np.ndarray]) -> list[bool]:
+        """Return for each pass if any rank has an image in it."""
+        if self._vision is None:
+            return [False] * len(parts)
+        mine = [batch.media is not None and part_of(batch, rows).media is not None for rows in parts]
+        found = torch.tensor(mine, dtype=torch.int32, device=self.local.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [one > 0 for one in found.tolist()]
 
     def _meet_copies(self, meet: bool) -> None:
         """Set whether the next backward pass sums the gradients over the copies of the model: only the last pass of a
@@ -448,12 +470,6 @@ class ShardedEngine(TorchEngine):
     ) -> None:
         made, passes = self._parts
         self._compose(made(model, settings, layout, fill, lender), passes, ShardedState)
-
-
-def layers_of(model: Any) -> list[nn.Module]:
-    """Return the layers of a model: modules with weights that are gathered and dropped together."""
-    kinds: Any = model._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
 
 
 def part_of_rank(p: Any) -> Tensor:

@@ -20,6 +20,8 @@ MAX_PIXELS = 1 << 26
 """The most pixels of an image, 67 million: small files can describe more than a host's memory."""
 KEPT_BYTES = 1 << 28
 """The size of the cache of processed images of a model."""
+BLANK_SIDE = 64
+"""The pixels of a side of a blank image: no processor scales it to many patches."""
 _SETTINGS = "preprocessor_config.json"
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 """The kinds of pixels that are read: those of 8 bits per channel."""
@@ -75,6 +77,7 @@ class Pictures:
     def __init__(self, folder: Path, store: MediaStore, max_bytes: int = KEPT_BYTES) -> None:
         self._folder, self._store, self._max_bytes = folder, store, max_bytes
         self._processor: Any = None
+        self._blank: Picture | None = None
         self._kept: OrderedDict[str, Picture] = OrderedDict()
         self.kept_bytes, self._lock = 0, threading.Lock()
 
@@ -82,21 +85,30 @@ class Pictures:
         with self._lock:
             return {reference: self._one(reference) for reference in references}
 
+    def blank(self) -> Picture:
+        """Return a small white image."""
+        from PIL import Image
+
+        with self._lock:
+            if self._blank is None:
+                self._blank = self._processed(Image.new("RGB", (BLANK_SIDE, BLANK_SIDE), "white"), "a white image")
+            return self._blank
+
     def _one(self, reference: str) -> Picture:
         if reference in self._kept:
             self._kept.move_to_end(reference)
             return self._kept[reference]
-        found = self._kept[reference] = self._processed(reference)
+        where = f"image {reference}"
+        image = decoded_image(self._store.get(reference), where)
+        found = self._kept[reference] = self._processed(image, where)
         self.kept_bytes += found.patches.nbytes
         while self.kept_bytes > self._max_bytes and len(self._kept) > 1:
             self.kept_bytes -= self._kept.popitem(last=False)[1].patches.nbytes
         return found
 
-    def _processed(self, reference: str) -> Picture:
+    def _processed(self, image: Any, where: str) -> Picture:
         if self._processor is None:
             self._processor = image_processor(self._folder)
-        where = f"image {reference}"
-        image = decoded_image(self._store.get(reference), where)
         try:
             found = self._processor(images=[image], return_tensors="pt")
         except ValueError as e:  # sides that differ too much

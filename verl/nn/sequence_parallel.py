@@ -5,7 +5,7 @@ tokens and gets the keys and values of all tokens (context parallelism), which w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl.errors import Refused
+from verl.media_tokens import MediaTokens
 from verl.nn.torch_compat import all_gather_single, reduce_scatter_single
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -37,6 +38,11 @@ class TokenRuns:
         """Return this rank's run [..., run] of x [..., T]."""
         padded = F.pad(x, (0, self.run * self.group.size() - self.num_tokens))
         return padded[..., self.run * self.group.rank() :][..., : self.run]
+
+    def media_of_mine(self, media: MediaTokens) -> MediaTokens | None:
+        """Return the media of this rank's run, of which the padding is text."""
+        medium, feature = self.mine(media.medium + 1) - 1, self.mine(media.feature)
+        return replace(media, medium=medium, feature=feature).at(torch.arange(self.run))
 
     def rows_of_mine(self, index: Tensor) -> Tensor:
         """Return the positions in `index` of those tokens of the batch [n] that are in this rank's run."""

@@ -38,6 +38,15 @@ class Vision:
             raise ValueError(f"a batch has {len(batch.media.references)} media, and this engine has no store of them")
         return with_pictures(batch, self._pictures.of(batch.media.references), self._config)
 
+    def unread(self, tokens: int) -> MediaTokens:
+        """Return the media of this many tokens of text, with an image that none of them reads: the tower runs, and all
+        its weights get a gradient of 0."""
+        if self._pictures is None:
+            raise ValueError("other ranks have images in this pass, and this engine has no store of them")
+        none = torch.full((tokens,), -1)
+        blank = {"": self._pictures.blank()}
+        return MediaTokens(references=("",), medium=none, feature=torch.zeros_like(none), pictures=blank)
+
     def positions(self, positions: Tensor) -> Tensor:
         """Return the positions of tokens on all axes, [axes, ..., T], from those of text, [..., T]."""
         return positions.expand(self._axes, *positions.shape)

@@ -1,0 +1,223 @@
+"""Models that read images on several ranks: what one process computes, whichever ranks have images."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import put
+from forked import run
+from torch import Tensor
+from vision import GRIDS, image_folder, model, pictures, png, rows, stored
+
+from verl.algorithms.losses import nll
+from verl.batch import Batch, pack, part_of
+from verl.model_engine import rank_engine
+from verl.model_engine.base import EngineContext, OneRank
+from verl.model_engine.layout import Layout
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.options import Options
+from verl.model_engine.settings import EngineSettings
+from verl.model_engine.sharded import ShardedEngine
+from verl.model_engine.torch_engine import TorchEngine
+from verl.model_engine.torch_engine import build as build_torch
+from verl.models.multimodal import with_pictures
+from verl.models.pictures import Pictures
+from verl.objective import Term
+from verl.transfer_queue.media import MemoryMedia
+from verl.transfer_queue.options import Shared
+from verl.transfer_queue.shared import build as build_queue
+from verl.types import Refs
+from verl.workers.rank_batch import RankStep
+from verl.workers.role import Role, RoleSpec, build_roles
+
+NLL = (Term(name="loss", fn=nll),)
+TEXT, THREE, REST = [5, 6], [3, 4], [0, 1, 2]
+"""Rows of tests/vision.py: without images, with three images, with one or two."""
+CASES = {
+    "FSDP": (Layout(world_size=2), [TEXT, THREE + REST]),
+    "FSDP, a rank without rows": (Layout(world_size=2), [THREE, []]),
+    "FSDP, no image": (Layout(world_size=2), [[5], [6]]),
+    "HSDP": (Layout(world_size=4, replicate=2), [TEXT, THREE, [], REST]),
+    "SP": (Layout(world_size=2, sequence=2), [TEXT + THREE + REST]),
+    "CP": (Layout(world_size=2, context=2), [TEXT + THREE + REST]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return image_folder(tmp_path_factory.mktemp("vl"), "qwen3_vl")
+
+
+@cache
+def made(kind: str) -> Any:
+    return model(kind, num_key_value_heads=2)
+
+
+def engine_of(kind: str, folder: Path, layout: Layout | None, **more: Any) -> TorchEngine:
+    settings = EngineSettings(
+        dtype="float64",
+        optim=OptimSpec(lr=0.1),
+        max_tokens_per_microbatch=60,
+        pictures=Pictures(folder, MemoryMedia()),
+        **more,
+    )
+    own = copy.deepcopy(made(kind))
+    return TorchEngine(own, settings) if layout is None else ShardedEngine(own, settings, layout=layout)
+
+
+def batch_of(kind: str) -> Batch:
+    batch = with_pictures(pack(rows()), pictures(), made(kind).config)
+    weights = torch.rand(batch.num_loss_tokens, generator=torch.Generator().manual_seed(1))
+    return batch.with_columns({"w/loss": weights})
+
+
+def computed(engine: TorchEngine, batch: Batch) -> dict[str, Tensor]:
+    """Return the log-probs and the whole gradients."""
+    out = engine.forward_backward(batch, NLL, extra_outputs=("logprobs",))
+    named = dict(engine.local.trained().named_parameters())
+    found = {n: engine.local.whole(p.grad).clone() for n, p in named.items() if p.grad is not None}
+    return {"logprobs": out.columns["logprobs"].clone(), **found}
+
+
+def different(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    return [n for n, e in expected.items() if (found[n] - e).abs().max() > 1e-6 * max(float(e.abs().max()), 1e-3)]
+
+
+def on_ranks(kind: str, folder: Path, layout: Layout, of: Sequence[list[int]], **more: Any) -> list[dict[str, Tensor]]:
+    def on_rank(rank: int) -> dict[str, Tensor]:
+        mine = np.array(of[layout.place(rank).data], np.int64)
+        return computed(engine_of(kind, folder, layout, **more), part_of(batch_of(kind), mine))
+
+    return run(layout.world_size, on_rank, timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    "kind, case", [*(("qwen3_vl", case) for case in CASES), ("qwen2_5_vl", "FSDP"), ("qwen2_vl", "HSDP")]
+)
+def test_ranks_compute_what_one_process_does(kind: str, case: str, folder: Path) -> None:
+    """A rank whose rows have no image gathers the tower's weights with the others, and adds 0 to their gradients."""
+    layout, of = CASES[case]
+    every = np.array(sorted(row for mine in of for row in mine), np.int64)
+    whole = part_of(batch_of(kind), every)
+    expected = computed(engine_of(kind, folder, None), whole)
+    assert any(".visual." in n for n in expected) == (case != "FSDP, no image")
+    assert all(t.abs().max() > 1e-4 for t in expected.values()), "a test of zeros proves nothing"
+    logprobs = expected.pop("logprobs")
+    found = on_ranks(kind, folder, layout, of)
+    for rank, theirs in enumerate(found):
+        mine = of[layout.place(rank).data]
+        if mine:
+            own = [logprobs[whole.row_start[i] : whole.row_start[i + 1]] for i in np.searchsorted(every, mine)]
+            torch.testing.assert_close(theirs["logprobs"], torch.cat(own), rtol=0, atol=1e-9)
+        del theirs["logprobs"]
+        assert not (wrong := different(theirs, expected)), (rank, wrong)
+
+
+def built(folder: Path, layout: Layout) -> TorchEngine:
+    """Return an engine of a folder; a rank among several reads its parts of it."""
+    context = EngineContext(
+        folder=folder,
+        optim=OptimSpec(lr=1e-2),
+        dtype="float64",
+        layout=layout,
+        media=MemoryMedia(),
+        max_tokens_per_microbatch=60,
+    )
+    return (rank_engine.build if layout.world_size > 1 else build_torch)(Options(), context)
+
+
+def step(engine: TorchEngine, of: Sequence[int]) -> None:
+    engine.forward_backward(part_of(batch_of("qwen3_vl"), np.array(of)), NLL, 0, ())
+    engine.optim_step()
+
+
+def weights(engine: TorchEngine) -> dict[str, Tensor]:
+    return {n: t.clone() for n, t in engine.weights()}
+
+
+def test_parts_of_a_folder_are_trained_published_and_continued_by_one_process(folder: Path, tmp_path: Path) -> None:
+    """Two ranks read their parts, train, and save; one process goes on; two ranks go on from there."""
+    layout, one, of = *CASES["FSDP"][:1], Layout(world_size=1), CASES["FSDP"][1]
+    every, start = TEXT + THREE + REST, weights(built(folder, one))
+
+    def first(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Any]]:
+        engine = built(folder, layout)
+        read = weights(engine)
+        step(engine, of[rank])
+        engine.save(tmp_path / "two")
+        return read, weights(engine), [(p.name, p.index, p.mine().clone()) for p in engine.weight_parts() if p.mine]
+
+    found = run(2, first)
+    for read, _, _ in found:
+        assert read.keys() == start.keys() and all(torch.equal(read[n], t) for n, t in start.items())
+    after = found[0][1]
+    staged = {n: torch.full_like(t, torch.nan) for n, t in after.items()}
+    for name, index, part in (part for _, _, parts in found for part in parts):
+        staged[name][index] = part
+    assert all(torch.equal(staged[n], t) and torch.equal(found[1][1][n], t) for n, t in after.items())
+    alone = built(folder, one)
+    step(alone, every)
+    assert all((after[n] - t).abs().max() > 1e-4 for n, t in start.items()), "all weights changed, the tower's too"
+    assert not different(after, weights(alone))
+
+    continued = built(folder, one)
+    continued.load(tmp_path / "two")
+    for engine in (alone, continued):
+        step(engine, every)
+    assert not different(weights(continued), weights(alone))
+    continued.save(tmp_path / "one")
+    step(alone, every)
+
+    def third(rank: int) -> dict[str, Tensor]:
+        engine = built(folder, layout)
+        engine.load(tmp_path / "one")
+        step(engine, of[rank])
+        return weights(engine)
+
+    assert all(not different(theirs, weights(alone)) for theirs in run(2, third))
+
+
+def test_workers_on_ray_read_the_images_of_their_rows_from_the_store(
+    ray_session: Any, folder: Path, tmp_path: Path
+) -> None:
+    """Each process processes an image once, whatever it computes; the driver sends references."""
+    from tests.distributed.watched import roles_that_note_images
+    from tests.worker_contract import nothing
+    from verl.workers.pools import Pool
+    from verl.workers.ray.cluster import RayCluster
+
+    queue, two = build_queue(Shared(max_bytes=64 << 20, timeout_s=20)), Layout(world_size=2)
+    contents = {name: png(grid[2] * 2, grid[1] * 2, seed) for seed, (name, grid) in enumerate(GRIDS.items())}
+    names = {name: queue.media.put(content, "test") for name, content in contents.items()}
+    refs = put(queue, [stored(row, names) for row in rows()])
+    context = EngineContext(folder=folder, dtype="float32")
+    spec = RoleSpec(
+        name="actor", queue=queue, engine="verl.model_engine.torch_engine:build", options=Options(), context=context
+    )
+    (role,) = build_roles(spec, ranks=[OneRank()])
+    role.infer(RankStep(refs), {"logprobs": "old_logprobs"})
+    alone = queue.read(refs, ("old_logprobs",))["old_logprobs"].values.clone()
+
+    cluster = RayCluster({"main": Pool(ranks_per_node=2)}, {"actor": "main"}, layout=two, set_up=nothing)
+    try:
+        over = replace(spec, engine="verl.model_engine.rank_engine:build", context=replace(context, layout=two))
+        group = cluster.start("actor", roles_that_note_images, (over, tmp_path), world_size=2)
+        shares = [RankStep(Refs(refs[i] for i in of)) for of in (TEXT, REST + THREE)]
+        for column in ("ref_logprobs", "old_logprobs"):
+            steps = [(step, {"logprobs": column}) for step in shares]
+            group.submit(Role.infer, steps).result(60)
+            found = queue.read(refs, (column,))[column].values
+            torch.testing.assert_close(found, alone, rtol=0, atol=2e-5)
+    finally:
+        cluster.close()
+    logs = sorted((path.read_text().splitlines() for path in tmp_path.iterdir()), key=len)
+    assert logs[0] == ["a white image"] and sorted(logs[1]) == sorted(f"image {name}" for name in names.values())
