@@ -104,7 +104,7 @@ def on_ranks(kind: str, folder: Path, layout: Layout, of: Sequence[list[int]], *
     "kind, case", [*(("qwen3_vl", case) for case in CASES), ("qwen2_5_vl", "FSDP"), ("qwen2_vl", "HSDP")]
 )
 def test_ranks_compute_what_one_process_does(kind: str, case: str, folder: Path) -> None:
-    """A rank whose rows have no image gathers the tower's weights with the others, and adds 0 to their gradients."""
+    """A rank with rows of text alone gathers the tower's weights with the others, and adds 0 to their gradients."""
     layout, of = CASES[case]
     every = np.array(sorted(row for mine in of for row in mine), np.int64)
     whole = part_of(batch_of(kind), every)
@@ -145,7 +145,7 @@ def weights(engine: TorchEngine) -> dict[str, Tensor]:
 
 
 def test_parts_of_a_folder_are_trained_published_and_continued_by_one_process(folder: Path, tmp_path: Path) -> None:
-    """Two ranks read their parts, train, and save; one process goes on; two ranks go on from there."""
+    """Two ranks read their parts, train, and save; one process continues, and two ranks after it."""
     layout, one, of = *CASES["FSDP"][:1], Layout(world_size=1), CASES["FSDP"][1]
     every, start = TEXT + THREE + REST, weights(built(folder, one))
 

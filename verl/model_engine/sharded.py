@@ -38,7 +38,7 @@ from verl.model_engine.sharded_copy import ShardedCopy, accumulate_in_float32
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.torch_engine import TorchEngine
-from verl.model_engine.units import layers_of, units_of
+from verl.model_engine.units import layers_of, gathered_units
 from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
@@ -108,7 +108,7 @@ class ShardedModel(LocalModel):
         tied = lm_head.weight is self.model.get_input_embeddings().weight
         alone = [lm_head] if self.value_head is not None and not tied else []
         tensor = TensorParallel(self.model, self.mesh["tensor"]) if layout.tensor > 1 else None
-        for module in (*experts, *units_of(self.model), *alone, self.root):
+        for module in (*experts, *gathered_units(self.model), *alone, self.root):
             if tensor is not None:
                 tensor.split(module)
             fully_shard(module, mesh=over_experts if module in experts else over)
@@ -350,8 +350,8 @@ class ShardedPasses(Passes):
         return self._states(over.mine(batch.ids), over.mine(batch.positions), plan, media)
 
     def _inputs(self, ids: Tensor, media: MediaTokens | None) -> dict[str, Any]:
-        """Return the inputs of the decoder. If a rank has an image in this pass, all ranks run the tower, whose weights
-        are gathered and whose gradients are summed over the ranks."""
+        """Return the inputs of the decoder. If a rank has an image in this pass, all ranks run the tower: its
+        weights are gathered, and its gradients are summed over the ranks."""
         if media is None and self._encodes:
             assert self._vision is not None
             media = self._vision.unread(ids.numel())

@@ -15,7 +15,7 @@ def layers_of(model: Any) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
 
 
-def units_of(model: Any) -> list[nn.Module]:
+def gathered_units(model: Any) -> list[nn.Module]:
     """Return the layers of a model, and then the modules that encode images, of which weights are outside of layers."""
     family, modules = family_of(model.config), dict(model.base_model.named_modules())
     encoder = [] if family is None else [modules[name] for name in family.encoder if name in modules]
