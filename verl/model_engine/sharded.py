@@ -38,7 +38,7 @@ from verl.model_engine.sharded_copy import ShardedCopy, accumulate_in_float32
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.torch_engine import TorchEngine
-from verl.model_engine.units import layers_of, gathered_units
+from verl.model_engine.units import gathered_units, layers_of
 from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
