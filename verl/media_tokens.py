@@ -16,10 +16,12 @@ from verl.types import Grid, Medium
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An image as a vision tower reads it: patches [P, D] float32, and their grid."""
+    """An image as a vision tower reads it, in float32."""
 
     patches: Tensor
+    """Its patches [P, D], its pixels [1, 3, H, W], or its tiles [P, 3, H, W]."""
     grid: Grid
+    """The frames, rows and columns of its patches; (P, 1, 1) of tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,7 @@ class MediaTokens:
     medium: Tensor
     """[T] int64: the index of each token's medium in `references`; -1: the token is text."""
     feature: Tensor
-    """[T] int64: the feature of that medium that replaces the token's embedding; 0 where the token is text."""
+    """[T] int64: which of that medium's tokens it is; 0 where the token is text."""
     pictures: Mapping[str, Picture] = field(default_factory=dict)
     """The content of the media by reference; empty until a worker has read it."""
 

@@ -18,7 +18,7 @@ from verl.config.model_files import (
     refuse_quantised,
 )
 from verl.errors import Refused
-from verl.models.families import auto_class
+from verl.models.families import auto_class, family_name
 
 # Errors of transformers and of a model's own code for a config.json that they cannot build.
 BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
@@ -54,6 +54,10 @@ def check_loadable(folder: Path, *, trust_remote_code: bool = False, quantised: 
     refuse_adapter(folder)
     described = read_model_config(folder)
     refuse_foreign(folder, described, trust_remote_code=trust_remote_code)
+    try:
+        family_name(described)
+    except Refused as e:
+        raise Refused(f"model.path={folder}: {e}") from e
     tensors = read_weight_headers(folder) if any(folder.glob("*.safetensors")) else {}
     refuse_quantised(folder, described, tensors)
     if not quantised and (kind := quantisation_of(tensors)) != "none":

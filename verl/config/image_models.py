@@ -7,15 +7,20 @@ from collections.abc import Iterator
 from verl.config.backends import traits_of
 from verl.config.model_files import find_model_folder, read_model_config
 from verl.config.schema import Config
+from verl.errors import Refused
 from verl.model_engine.lora_spec import trained_by
-from verl.models.families import FAMILIES
+from verl.models.families import family_name
 
 
 def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterator[str]:
     """Yield a line for each setting that does not work with a policy that reads images. samples: the command samples
     answers."""
-    kind = read_model_config(find_model_folder(config.model.path)).get("model_type")
-    if kind not in FAMILIES:
+    try:
+        kind = family_name(read_model_config(find_model_folder(config.model.path)))
+    except Refused as e:
+        yield f"model.path={config.model.path}: {e}"
+        return
+    if kind is None:
         return
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
     if trained_by(config.model.lora) is not None:

@@ -18,7 +18,7 @@ from verl.config.model_files import describe_model, folder_format, read_model_co
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
 from verl.model_engine.options import EXPERT_PLANS, PIPELINE_PLANS, TENSOR_PLANS, cannot, image_faults
-from verl.models.families import FAMILIES
+from verl.models.families import FAMILIES, name_of
 from verl.workers.pools import Pool
 
 COMPILE = "model.engine_options.compile=true"
@@ -77,7 +77,8 @@ def _shared(what: str, path: str, layout: Layout) -> list[str]:
     except ValueError:
         return []  # another check reports it
     config = read_model_config(Path(facts.folder))
-    if config.get("model_type") in FAMILIES and (found := [*image_faults(layout, what)]):
+    family = FAMILIES.get(name_of(config))
+    if family is not None and (found := [*image_faults(layout, what, mutual=family.mutual)]):
         return found
     text, planned = text_config(config), "auto_map" in config
     sizes = {"tensor": layout.tensor, "sequence": layout.sequence}

@@ -63,8 +63,12 @@ def cannot(layout: Layout) -> Iterator[str]:
         yield f"{message}: {use(layout.shard)}"
 
 
-def image_faults(layout: Layout, what: str) -> Iterator[str]:
-    """Yield a line for each property of a layout that a model which reads images cannot have."""
+def image_faults(layout: Layout, what: str, *, mutual: bool) -> Iterator[str]:
+    """Yield a line for each property of a layout that a model which reads images cannot have. mutual: the tokens of an
+    image attend to each other."""
+    if mutual and layout.tokens > 1:
+        why = f"{what} has images whose tokens attend to each other, and ranks would divide them"
+        yield f"parallel.{layout.tokens_key}={layout.tokens}: {why}; use parallel.{layout.tokens_key}=1"
     for name, size in (("tensor", layout.tensor), ("pipeline", layout.pipeline), ("expert", layout.expert)):
         if size > 1:
             why = "its ranks divide language models alone"

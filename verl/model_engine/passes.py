@@ -85,11 +85,10 @@ class Passes:
             attention.register_attention()
             packed = attention.PACKED if self._vision is None else {"text_config": attention.PACKED}
             self.local.model.set_attn_implementation(packed)
-        known = fuse(
-            self.local.model, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing != "none"
-        )
+        decoder = self.local.model if self._vision is None else self._vision.language  # a tower has other activations
+        known = fuse(decoder, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing != "none")
         if self.compiled is not None:
-            self.compiled.apply(self.local.model, known=known and self.packed)
+            self.compiled.apply(decoder, known=known and self.packed)
 
     def forward_backward(
         self, batch: Batch, terms: Sequence[Term], num_microbatches: int, extra_outputs: Sequence[str]
@@ -256,7 +255,8 @@ class Passes:
         return computing_in(self.compute, self._precision.master, self.local.device)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
-        plan = attention.plan_attention(batch, self.local.device)
+        ahead = None if self._vision is None else self._vision.ahead(batch.media)
+        plan = attention.plan_attention(batch, self.local.device, ahead=ahead)
         return self._states(batch.ids, batch.positions, plan, batch.media)
 
     def _states(
@@ -305,6 +305,9 @@ class Passes:
             media, positions = self._vision.padded(unshare(batch), place)
             places["position_ids"] = positions.to(device)
         with self._autocast():  # without a mask: padding is last, where causal attention ignores it
-            out = self._decoder(**self._inputs(ids, media), **places, use_cache=False).last_hidden_state
+            given = self._inputs(ids, media)
+            if self._vision is not None:
+                places |= self._vision.masks(given, media)
+            out = self._decoder(**given, **places, use_cache=False).last_hidden_state
         found: Tensor = out[place.to(device)].index_select(0, origin.to(device))
         return found

@@ -262,7 +262,7 @@ class ShardedPasses(Passes):
         self._layout = local.layout
         self._encodes = False  # in this pass some rank has an image
         if self._vision is not None:
-            for line in image_faults(self._layout, type(local.model).__name__):
+            for line in image_faults(self._layout, type(local.model).__name__, mutual=self._vision.mutual):
                 raise Refused(line)
 
     def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:

@@ -3,29 +3,44 @@ model that reads them. A family without a row is refused. No torch."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from verl.errors import Refused
 from verl.types import Grid, Medium
 
 Part = Literal["vision", "projector", "language"]
 """The parts of a model that reads images."""
+Content = Literal["patches", "pixels", "tiles"]
+"""The content of an image as a tower reads it: patches [P, D] with their grid, pixels of any size, or tiles of one size."""
+_MANY = re.compile(r"(vision|visual|image|video|audio|speech|vq|vit|thinker)_?(tower_)?config|visual|mm_vision_tower")
+"""Keys of config.json that describe an encoder of what is not text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFamily:
     """The facts of a model family that reads images."""
 
-    axes: int
+    axes: int = 1
     """The number of positions of each token."""
+    content: Content
+    """The form of an image as the tower reads it."""
     tokens: Callable[[Any, Grid], int]
     """(config, grid) -> the number of tokens of an image."""
-    positions: Callable[[Any, Grid], tuple[np.ndarray, int]]
+    positions: Callable[[Any, Grid], tuple[np.ndarray, int]] | None = None
     """(config, grid) -> the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position
-    of the token after them."""
+    of the token after them. None: an image's tokens are counted as text is."""
+    features: Callable[[Any, Grid], np.ndarray] | None = None
+    """(config, grid) -> for each of an image's tokens whether it is a feature of the image; the others are text, as the
+    ends of its rows. None: all are features."""
+    mutual: bool = False
+    """The tokens of an image attend to each other, not only to those before them."""
+    processing: Callable[[Any], Mapping[str, Any]] = lambda config: {}
+    """(config) -> settings of the image processor that its file does not have."""
     language: str
     """The language model, below the base model."""
     tower: str
@@ -33,6 +48,18 @@ class ImageFamily:
     projector: tuple[str, ...]
     """The modules that map the tower's features to the width of the language model, below the base model; they may be
     within the tower. The first one is always there."""
+
+    def places(self, config: Any, grid: Grid) -> tuple[np.ndarray, int]:
+        """Return the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position of the
+        token after them."""
+        if self.positions is not None:
+            return self.positions(config, grid)
+        tokens = self.tokens(config, grid)
+        return np.arange(tokens)[None], tokens
+
+    def are_features(self, config: Any, grid: Grid) -> np.ndarray:
+        """Return for each of an image's tokens whether it is a feature."""
+        return np.ones(self.tokens(config, grid), bool) if self.features is None else self.features(config, grid)
 
     def part_of(self, name: str) -> Part:
         """Return the part of the model to which the parameter with this name belongs."""
@@ -63,21 +90,92 @@ def _grid_positions(config: Any, grid: Grid) -> tuple[np.ndarray, int]:
     return np.indices(merged).reshape(3, -1), max(merged[1:])
 
 
+def _in_rows(config: Any, grid: Grid) -> np.ndarray:
+    """Each row of an image ends with a token that is text."""
+    size, (_, rows, columns) = getattr(config, "spatial_merge_size", 1), grid
+    found = np.ones((rows // size, columns // size + 1), bool)
+    found[:, -1] = False
+    return found.ravel()
+
+
+def _tile_tokens(config: Any, grid: Grid) -> int:
+    """Return the number of tokens of an image in tiles of one size."""
+    vision, ratio = config.vision_config, config.downsample_ratio
+    rows, columns = (int(side // patch * ratio) for side, patch in zip(vision.image_size, vision.patch_size))
+    return grid[0] * rows * columns
+
+
+def _patch_of_tokens(config: Any) -> Mapping[str, Any]:
+    """Images are scaled to whole tokens, which are the patches of the image processor."""
+    side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
+    return {"patch_size": {"height": side, "width": side}}
+
+
 _QWEN = ImageFamily(
     axes=3,
+    content="patches",
     tokens=_merged_tokens,
     positions=_grid_positions,
     language="language_model",
     tower="visual",
     projector=("visual.merger", "visual.deepstack_merger_list"),
 )
-FAMILIES: Mapping[str, ImageFamily] = {"qwen2_vl": _QWEN, "qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN}
-"""The families by the `model_type` of config.json."""
+_TOWER: dict[str, Any] = dict(language="language_model", tower="vision_tower", projector=("multi_modal_projector",))
+_PIXTRAL = ImageFamily(
+    content="pixels",
+    tokens=lambda config, grid: len(_in_rows(config, grid)),
+    features=_in_rows,
+    processing=_patch_of_tokens,
+    **_TOWER,
+)
+FAMILIES: Mapping[str, ImageFamily] = {
+    "qwen2_vl": _QWEN,
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "llava with pixtral": _PIXTRAL,
+    "mistral3": _PIXTRAL,
+    "gemma3": ImageFamily(
+        content="tiles",
+        tokens=lambda config, grid: grid[0] * config.mm_tokens_per_image,
+        mutual=True,
+        processing=lambda config: {"do_pan_and_scan": False, "do_convert_rgb": True},
+        **_TOWER,
+    ),
+    "internvl": ImageFamily(
+        content="tiles", tokens=_tile_tokens, processing=lambda config: {"crop_to_patches": True}, **_TOWER
+    ),
+}
+"""The families by the `model_type` of config.json; "A with B": with a tower of model type B."""
 
 
 def family_of(config: Any) -> ImageFamily | None:
     """Return the row of a model's configuration; None: the model reads text alone, as far as verl knows."""
-    return FAMILIES.get(config.model_type)
+    return FAMILIES.get(_name(config.model_type, getattr(getattr(config, "vision_config", None), "model_type", None)))
+
+
+def family_name(described: Mapping[str, Any]) -> str | None:
+    """Return the name of the row of a config.json; None: the model reads text alone. Raise Refused for a model that
+    reads more than text and has no row."""
+    name = name_of(described)
+    if name in FAMILIES:
+        return name
+    if more := sorted(key for key, value in described.items() if _MANY.fullmatch(key) and value):
+        raise Refused(
+            f"a model of type {name!r} reads more than text ({', '.join(more)}), and verl knows no row for it; those "
+            f"with one are {', '.join(FAMILIES)}"
+        )
+    return None
+
+
+def name_of(described: Mapping[str, Any]) -> str:
+    """Return the name that the row of a config.json has, if there is one."""
+    tower = described.get("vision_config")
+    given = tower.get("model_type", "clip_vision_model") if isinstance(tower, Mapping) else None
+    return _name(described.get("model_type"), given)
+
+
+def _name(kind: Any, tower: Any) -> str:
+    return f"{kind} with {tower}" if kind == "llava" else str(kind)
 
 
 def positions_from(
@@ -85,7 +183,7 @@ def positions_from(
 ) -> tuple[np.ndarray, int]:
     """Return the positions [axes, tokens] of a run of tokens of which the first has position `now`, and the position of
     the token after them. Text counts on, and an image has its own positions from there. own: by reference, the result
-    of `ImageFamily.positions`. Raise ValueError for an image with another number of tokens than its placeholders."""
+    of `ImageFamily.places`. Raise ValueError for an image with another number of tokens than its placeholders."""
     out, at = np.empty((axes, tokens), np.int64), 0
     for m in media:
         out[:, at : m.start] = now + np.arange(m.start - at)
@@ -102,9 +200,14 @@ def positions_from(
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that builds and loads the model of a configuration."""
+    """Return the class of transformers that builds and loads the model of a configuration. Raise Refused for a model
+    that reads more than text and has no row: its other inputs would be left out."""
     import transformers
 
     if family_of(config) is None:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+        known = config.model_type in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        family_name({"image_config": known, **config.to_dict()})
         return transformers.AutoModelForCausalLM
     return transformers.AutoModelForImageTextToText

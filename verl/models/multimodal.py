@@ -18,18 +18,25 @@ from verl.types import Medium
 
 
 def with_pictures(batch: Batch, pictures: Mapping[str, Picture], config: Any) -> Batch:
-    """Return the batch with the content of its media, and with the positions [axes, T] of the model's family. Raise
+    """Return the batch with the content of its media, and with the positions [axes, T] of the model's family, or [T] of
+    one axis. Raise
     ValueError for media of a model that reads none, and for an image with another number of tokens than its
     placeholders."""
     family = family_of(config)
     if batch.media is None:
-        return batch if family is None else replace(batch, positions=batch.positions.expand(family.axes, -1))
+        return batch if family is None else replace(batch, positions=on_axes(batch.positions, family.axes))
     if family is None:
         known = ", ".join(FAMILIES)
         raise Refused(f"model_type {config.model_type!r} has no row for images; those with one are {known}")
     media = batch.media.with_pictures(pictures)
-    places = {name: family.positions(config, picture.grid) for name, picture in media.pictures.items()}
-    return replace(batch, media=media, positions=_positions(batch, media, places, family.axes))
+    places = {name: family.places(config, picture.grid) for name, picture in media.pictures.items()}
+    positions = _positions(batch, media, places, family.axes)
+    return replace(batch, media=media, positions=positions if family.axes > 1 else positions[0])
+
+
+def on_axes(positions: Tensor, axes: int) -> Tensor:
+    """Return the positions of text, [..., T], on all axes, [axes, ..., T]; of one axis as they are."""
+    return positions.expand(axes, *positions.shape) if axes > 1 else positions
 
 
 def _positions(batch: Batch, media: MediaTokens, places: Mapping[str, tuple[np.ndarray, int]], axes: int) -> Tensor:
@@ -47,3 +54,13 @@ def _positions(batch: Batch, media: MediaTokens, places: Mapping[str, tuple[np.n
         own = [Medium(media.references[kind[a]], a, b - a) for a, b in zip(edges, edges[1:]) if kind[a] >= 0]
         out[:, start:end], after[s] = positions_from(now, end - start, own, places, axes)
     return torch.from_numpy(out)
+
+
+def mutual_masks(text_config: Any, embeddings: Tensor, images: Tensor, real: Tensor | None = None) -> dict[str, Any]:
+    """Return the masks of the kinds of layers for rows of embeddings [R, W, H] in which the tokens of an image attend
+    to each other. images [R, W]: the number of each token's image within its row, -1 of text · real [R, W]: 0 at
+    padding; None: there is none."""
+    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+
+    given: dict[str, Any] = {"attention_mask": real, "past_key_values": None, "position_ids": None}
+    return create_masks_for_vision_model(text_config, embeddings, **given, block_sequence_ids=images)

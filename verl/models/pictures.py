@@ -13,6 +13,8 @@ from typing import Any
 
 from verl.errors import Refused
 from verl.media_tokens import Picture
+from verl.models.encode import picture_of
+from verl.models.families import ImageFamily, family_of
 from verl.transfer_queue.base import MediaStore
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -59,13 +61,19 @@ def decoded_image(content: bytes, where: str) -> Any:
     return image.convert("RGB")
 
 
-def image_processor(folder: Path) -> Any:
-    """Return the image processor of a model's folder, without torchvision. Raise Refused if the folder has none."""
-    from transformers import AutoImageProcessor
+def image_processor(folder: Path) -> tuple[Any, tuple[ImageFamily, Any]]:
+    """Return the image processor of a model's folder, without torchvision, and the model's family and configuration.
+    Raise Refused if the folder has none."""
+    from transformers import AutoConfig, AutoImageProcessor
 
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if (family := family_of(config)) is None:
+        raise Refused(f"{folder}: a model of type {config.model_type!r} reads no images")
     if not (folder / _SETTINGS).is_file():
         raise Refused(f"{folder}: no {_SETTINGS}, which describes how images are processed; copy it from the model")
-    return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+    more = family.processing(config)
+    processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, **more)
+    return processor, (family, config)
 
 
 class Pictures:
@@ -77,6 +85,7 @@ class Pictures:
     def __init__(self, folder: Path, store: MediaStore, max_bytes: int = KEPT_BYTES) -> None:
         self._folder, self._store, self._max_bytes = folder, store, max_bytes
         self._processor: Any = None
+        self._model: tuple[ImageFamily, Any]  # of the processor
         self._blank: Picture | None = None
         self._kept: OrderedDict[str, Picture] = OrderedDict()
         self.kept_bytes, self._lock = 0, threading.Lock()
@@ -108,10 +117,9 @@ class Pictures:
 
     def _processed(self, image: Any, where: str) -> Picture:
         if self._processor is None:
-            self._processor = image_processor(self._folder)
+            self._processor, self._model = image_processor(self._folder)
         try:
             found = self._processor(images=[image], return_tensors="pt")
         except ValueError as e:  # sides that differ too much
             raise Refused(f"{where}: {image.width} x {image.height} pixels: {e}") from e
-        (grid,) = found["image_grid_thw"].tolist()
-        return Picture(patches=found["pixel_values"], grid=tuple(grid))
+        return picture_of(found, *self._model)

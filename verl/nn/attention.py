@@ -39,7 +39,8 @@ class Block:
     k_index: Tensor  # [b, K]
     offset: Tensor  # [b] keys before the first query: query t sees keys 0..offset+t
     real: Tensor  # [b, Q] bool: not padding
-    rooted: bool  # no row has keys before its queries: plain causal attention
+    rooted: bool  # no row has keys before its queries, and none attends ahead: plain causal attention
+    ahead: Tensor | None = None  # [b, Q] how many keys after its own each query sees; None: no query sees any
     masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -50,7 +51,8 @@ class Block:
             q = self.offset[:, None] + torch.arange(self.q_index.shape[1], device=device)  # [b, Q]
             q = q.clamp(max=depth - 1)[..., None]  # a padded query attends to some key too, so that no NaN occurs
             k = torch.arange(depth, device=device)
-            mask = (k <= q) if window is None else (k <= q) & (k > q - window)
+            last = q if self.ahead is None else q + self.ahead[..., None]
+            mask = (k <= last) if window is None else (k <= last) & (k > q - window)
             if dtype != torch.bool:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -torch.inf)
             self.masks[window, dtype] = mask[:, None]
@@ -112,12 +114,18 @@ class AttentionPlan:
 
 
 def plan_attention(
-    batch: Batch, device: torch.device, *, max_waste: float = 0.2, queries: tuple[int, int] | None = None
+    batch: Batch,
+    device: torch.device,
+    *,
+    max_waste: float = 0.2,
+    queries: tuple[int, int] | None = None,
+    ahead: np.ndarray | None = None,
 ) -> AttentionPlan:
     """Group the segments of `batch` into blocks with padding of at most about `max_waste` of their area.
 
     queries: the first token and the end of a run of tokens; only its queries are computed, with the keys of all tokens.
-    None: all tokens."""
+    None: all tokens · ahead [T]: how many tokens of its segment after itself each one attends to; None: none."""
+    assert ahead is None or queries is None, "a segment that is cut has no tokens ahead"
     forest = _Forest(batch.seg_start, batch.parent).cut(queries)
     lengths, depths = forest.lengths, forest.depths
     blocks, places = [], []
@@ -130,9 +138,10 @@ def plan_attention(
         if queries is not None:
             q_index = np.where(real, q_index - queries[0], 0)
         q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
-        blocks.append(Block(q, k, offset, real_q, rooted=not depths[members].any()))
+        later = None if ahead is None else torch.from_numpy(ahead[q_index]).to(device)
+        blocks.append(Block(q, k, offset, real_q, rooted=ahead is None and not depths[members].any(), ahead=later))
         places.append(real)
-    varlen = _varlen(forest, mine, device) if device.type != "cpu" and len(mine) else None
+    varlen = _varlen(forest, mine, device) if device.type != "cpu" and len(mine) and ahead is None else None
     return AttentionPlan(blocks, places, varlen)
 
 

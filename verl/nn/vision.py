@@ -6,16 +6,19 @@ that the policy sampled is text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.batch import Batch
 from verl.media_tokens import MediaTokens
+from verl.models.encode import encoded
 from verl.models.families import ImageFamily
-from verl.models.multimodal import with_pictures
+from verl.models.multimodal import mutual_masks, on_axes, with_pictures
 from verl.models.pictures import Pictures
 
 
@@ -24,14 +27,15 @@ class Vision:
     None: batches have their content."""
 
     def __init__(self, model: Any, family: ImageFamily, pictures: Pictures | None = None) -> None:
-        self._base, self._axes, self._config, self._pictures = model.base_model, family.axes, model.config, pictures
+        self._base, self._family, self._config, self._pictures = model.base_model, family, model.config, pictures
+        self.mutual = family.mutual
         self.language: Any = self._base.get_submodule(family.language)
 
     def filled(self, batch: Batch) -> Batch:
-        """Return the batch of one pass with the content of its media, and positions [axes, T]."""
+        """Return the batch of one pass with the content of its media, and positions [axes, T], or [T] of one axis."""
         if batch.media is None:
             one_axis = batch.positions.dim() == 1
-            return replace(batch, positions=self.positions(batch.positions)) if one_axis else batch
+            return replace(batch, positions=on_axes(batch.positions, self._family.axes)) if one_axis else batch
         if batch.media.pictures:
             return batch
         if self._pictures is None:
@@ -47,15 +51,11 @@ class Vision:
         blank = {"": self._pictures.blank()}
         return MediaTokens(references=("",), medium=none, feature=torch.zeros_like(none), pictures=blank)
 
-    def positions(self, positions: Tensor) -> Tensor:
-        """Return the positions of tokens on all axes, [axes, ..., T], from those of text, [..., T]."""
-        return positions.expand(self._axes, *positions.shape)
-
     def padded(self, flat: Batch, place: Tensor) -> tuple[MediaTokens | None, Tensor]:
-        """Return the media and the positions [axes, R, W] of padded rows. flat: the batch with one segment per row;
-        place [R, W]: True where a token is, False at padding."""
-        positions = torch.zeros((self._axes, *place.shape), dtype=torch.int64)
-        positions[:, place] = flat.positions
+        """Return the media and the positions of padded rows, [axes, R, W], or [R, W] of one axis. flat: the batch with
+        one segment per row; place [R, W]: True where a token is, False at padding."""
+        positions = torch.zeros((*flat.positions.shape[:-1], *place.shape), dtype=torch.int64)
+        positions[..., place] = flat.positions
         if flat.media is None:
             return None, positions
         medium, feature = torch.full(place.shape, -1), torch.zeros(place.shape, dtype=torch.int64)
@@ -66,12 +66,11 @@ class Vision:
         """Return the inputs of the language model for token ids [B, W] with the media of these tokens. Each image is
         encoded once, and gets the sum of the gradients of all its tokens."""
         device = ids.device
-        features, deeper = self._encode(media, device)
-        medium, feature = (x.view(ids.shape).to(device) for x in (media.medium, media.feature))
-        here = medium >= 0
-        lengths = torch.tensor([len(f) for f in features], device=device)
-        first = lengths.cumsum(0) - lengths
-        index = (first[medium.clamp(min=0)] + feature)[here]
+        pictures = [media.pictures[name] for name in media.references]
+        features, deeper = encoded(self._base, self._family, self._config, pictures, device)
+        index = self._features(media).view(ids.shape).to(device)
+        here = index >= 0
+        index = index[here]
         embeddings = self.language.get_input_embeddings()(ids)
         seen = torch.cat(features).index_select(0, index).to(embeddings.dtype)
         found: dict[str, Tensor | list[Tensor]] = {"inputs_embeds": embeddings.masked_scatter(here[..., None], seen)}
@@ -80,11 +79,30 @@ class Vision:
             found["deepstack_visual_embeds"] = [states.index_select(0, index) for states in deeper]
         return found
 
-    def _encode(self, media: MediaTokens, device: torch.device) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Return the features [n, H] of each image, and those that layers of the decoder add, of all images [N, H]."""
-        pictures = [media.pictures[name] for name in media.references]
-        patches = torch.cat([picture.patches for picture in pictures]).to(device)
-        grid = torch.tensor([picture.grid for picture in pictures], device=device)
-        out = self._base.get_image_features(patches, grid, return_dict=True)
-        deeper = [torch.cat(states) for states in vars(out).get("deepstack_features") or ()]
-        return out.pooler_output, deeper
+    def _features(self, media: MediaTokens) -> Tensor:
+        """Return for each token the index of its feature among those of all media, in order; -1: it is text."""
+        of_each = [self._family.are_features(self._config, media.pictures[name].grid) for name in media.references]
+        every = torch.from_numpy(np.concatenate(of_each))  # of all tokens of all media
+        index = torch.where(every, every.cumsum(0) - 1, -1)
+        first = torch.from_numpy(np.cumsum([0, *map(len, of_each)]))
+        tokens = first[media.medium.clamp(min=0)] + media.feature
+        return torch.where(media.medium >= 0, index[tokens], -1)
+
+    def ahead(self, media: MediaTokens | None) -> np.ndarray | None:
+        """Return how many tokens after itself each token of a pack attends to: those of its image; None: no token
+        does."""
+        if media is None or not self.mutual:
+            return None
+        tokens = [self._family.tokens(self._config, media.pictures[name].grid) for name in media.references]
+        after = torch.tensor(tokens)[media.medium.clamp(min=0)] - 1 - media.feature
+        return torch.where(media.medium >= 0, after, 0).numpy()
+
+    def masks(self, given: Mapping[str, Any], media: MediaTokens | None) -> dict[str, Any]:
+        """Return the attention masks of padded rows with these inputs of the language model, where transformers needs
+        them: the tokens of an image attend to each other."""
+        if media is None or not self.mutual:
+            return {}
+        embeddings: Tensor = given["inputs_embeds"]
+        starts = (media.medium >= 0) & (media.feature == 0)
+        images = torch.where(media.medium >= 0, starts.cumsum(-1) - 1, -1).to(embeddings.device)
+        return {"attention_mask": mutual_masks(self._config.get_text_config(), embeddings, images)}

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from verl.media_tokens import Picture
+from verl.models.encode import encoded
+from verl.models.families import ImageFamily
 from verl.rollout.embedded.images import RequestImages
 
 KEPT_BYTES = 256 << 20
@@ -32,9 +34,10 @@ class Features:
         return self.tokens.nbytes + sum(states.nbytes for states in self.deeper)
 
 
-def features_of(out: Any) -> Features:
-    """Return the features of an image from what `get_image_features` of transformers returns for it alone."""
-    return Features(out.pooler_output[0], tuple(states[0] for states in vars(out).get("deepstack_features") or ()))
+def encoded_alone(base: Any, family: ImageFamily, config: Any, picture: Picture, device: torch.device) -> Features:
+    """Return the features of one image. base: the model without its head."""
+    (tokens,), deeper = encoded(base, family, config, [picture], device)
+    return Features(tokens, tuple(deeper))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class EncodedImages:
         device = features[0].tokens.device
         return SeenImages(
             torch.from_numpy(images.positions_of(tokens)).to(device),
-            images.tokens(),
+            images.features(),
             torch.cat([one.tokens for one in features]),
             tuple(torch.cat(states) for states in zip(*(one.deeper for one in features), strict=True)),
         ).part(0, tokens)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 
 from verl.media_tokens import Picture
 from verl.models.families import auto_class, family_of
+from verl.models.multimodal import mutual_masks
 from verl.nn.lora import LowRank, low_ranks, with_low_ranks
 from verl.nn.rope import fix_rope
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import RolloutContext, Scores, WeightReader, check_positive
 from verl.rollout.embedded.core import Admitted, DecodeRows, Sampled, check_context
-from verl.rollout.embedded.features import EncodedImages, Features, features_of
+from verl.rollout.embedded.features import EncodedImages, Features, encoded_alone
 from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import ActiveRequest
@@ -181,8 +182,8 @@ class HfRunner:
 
     def _encode(self, picture: Picture) -> Features:
         module: Any = self._module
-        given = picture.patches.to(self._device), torch.tensor([picture.grid], device=self._device)
-        return features_of(module.base_model.get_image_features(*given, return_dict=True))
+        assert self._family is not None
+        return encoded_alone(module.base_model, self._family, self._config, picture, self._device)
 
     def _read(
         self,
@@ -199,6 +200,7 @@ class HfRunner:
         language: Any = module.base_model.get_submodule(self._family.language)
         n, width = ids.shape
         at = positions.expand(self._family.axes, n, width).clone()
+        numbers = torch.full_like(ids, -1)  # of the image of each token within its row
         x = language.get_input_embeddings()(ids)
         here, deeper = torch.zeros_like(ids, dtype=torch.bool), list[tuple[Tensor, ...]]()
         for row, image in enumerate(images):
@@ -208,12 +210,17 @@ class HfRunner:
                 where = torch.from_numpy(seen.where).to(self._device) + first
                 at[:, row, first:] = seen.positions
                 x[row, where], here[row, where] = seen.features, True
+                numbers[row, first:] = torch.from_numpy(image.numbers(width - first)).to(self._device)
                 deeper.append(seen.deeper)
         more: dict[str, Any] = {}
         if deeper[0]:
             added = [torch.cat(states) for states in zip(*deeper, strict=True)]
             more = {"visual_pos_masks": here, "deepstack_visual_embeds": added}
-        out = language(inputs_embeds=x, position_ids=at, attention_mask=mask, **cache, **more)
+        known: Any = mask
+        if self._family.mutual:
+            known = mutual_masks(self._config.get_text_config(), x, numbers, mask)
+        at = at if self._family.axes > 1 else at[0]
+        out = language(inputs_embeds=x, position_ids=at, attention_mask=known, **cache, **more)
         return out.last_hidden_state, out.past_key_values
 
     @torch.inference_mode()

@@ -27,15 +27,25 @@ class RequestImages:
     """The positions [axes, P] of its tokens, moved so that the token after the prompt has position P. RoPE depends on
     differences alone, so every later token has the number of tokens before it as its position, as in a text."""
 
+    are_features: Mapping[str, np.ndarray]
+    """For each token of an image whether it is a feature, by reference; the others are text."""
+
     def positions_of(self, tokens: int) -> np.ndarray:
         """Return the positions [axes, tokens] of the prompt and the text after it; at least those of the prompt."""
         axes, prompt = self.positions.shape
         after = np.broadcast_to(np.arange(prompt, max(prompt, tokens)), (axes, max(0, tokens - prompt)))
         return np.concatenate([self.positions, after], axis=1)
 
-    def tokens(self) -> np.ndarray:
+    def features(self) -> np.ndarray:
         """Return the indices of all tokens that are features of images, in order."""
-        return np.concatenate([np.arange(m.start, m.end) for m in self.media])
+        return np.concatenate([m.start + np.flatnonzero(self.are_features[m.reference]) for m in self.media])
+
+    def numbers(self, tokens: int) -> np.ndarray:
+        """Return the number of each token's image in the prompt, with the text after it, `tokens` in all; -1: text."""
+        found = np.full(max(tokens, self.positions.shape[1]), -1)
+        for number, m in enumerate(self.media):
+            found[m.start : m.end] = number
+        return found[:tokens]
 
 
 class ImageReader:
@@ -59,8 +69,9 @@ class ImageReader:
         try:
             spans = Segment(ids=ids, source="prompt", media=tuple(media)).media
             pictures = content.of({m.reference: None for m in spans})
-            own = {name: family.positions(self._config, picture.grid) for name, picture in pictures.items()}
+            own = {name: family.places(self._config, picture.grid) for name, picture in pictures.items()}
             positions, after = positions_from(0, len(ids), spans, own, family.axes)
         except ValueError as e:
             raise ValueError(f"{what}: {e}") from e
-        return RequestImages(spans, pictures, positions + (len(ids) - after))
+        features = {name: family.are_features(self._config, picture.grid) for name, picture in pictures.items()}
+        return RequestImages(spans, pictures, positions + (len(ids) - after), features)

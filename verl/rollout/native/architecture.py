@@ -92,8 +92,10 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
     """Return the shape from a HF config. Raise UnsupportedModel for a model that native does not compute."""
     family, whole, config = family_of(config), config, config.get_text_config()
     arch = ARCHITECTURES.get(config.model_type)
-    reads_text = family is None and config is whole
-    if arch is None or (arch.axes == "one") != reads_text:
+    axes = family.axes if family is not None else 1 if config is whole else 0
+    if family is not None and family.mutual:
+        raise UnsupportedModel(f"model_type={whole.model_type!r}: tokens of an image attend to each other")
+    if arch is None or (1 if arch.axes == "one" else 3) != axes:
         known = sorted(name.removesuffix("_text") for name in ARCHITECTURES)
         raise UnsupportedModel(f"model_type={whole.model_type!r}: the native rollout engine computes {known}")
     name = "hidden_activation" if arch.gemma else "hidden_act"

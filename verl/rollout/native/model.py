@@ -179,7 +179,7 @@ class Model:
         self.rotary.reserve(max(end for _, end in spans))
         seen = packed([chunk.seen for chunk in chunks], spans, self.device)
         positions = torch.cat([torch.arange(*span) for span in spans]).to(self.device)
-        rotary = self.rotary.at(positions if seen is None else seen.positions)
+        rotary = self.rotary.at(seen.positions if seen is not None and s.axes else positions)
         plan = PrefillAttention(chunks, s, self.device, self.prompt_attention)
         kv = self.live.embed.new_empty(s.layers, 2, s.kv_heads, len(positions), s.head_dim)
 

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from verl.media_tokens import Picture
 from verl.models.families import ImageFamily, family_of
-from verl.rollout.embedded.features import Features, features_of
+from verl.rollout.embedded.features import Features, encoded_alone
 
 
 def tower_of(config: Any, dtype: torch.dtype, device: torch.device) -> Tower | None:
@@ -30,13 +30,14 @@ class Tower:
         with torch.device("meta"):
             base = AutoModel.from_config(copy.deepcopy(config), dtype=dtype)
         delattr(base, family.language)
-        kind: Any = type(base.get_submodule(family.tower))
-        tower = kind._from_config(copy.deepcopy(config.vision_config), dtype=dtype).to(device).eval()
-        setattr(base, family.tower, tower)
-        self._shapes = {f"{family.tower}.{name}": t.shape for name, t in tower.state_dict().items()}
-        self._encoder, self._dtype, self._device = _Encoder(base), dtype, device
-        for tensor in tower.parameters():  # of the module only the structure and the buffers are used
-            tensor.data = tensor.new_zeros(()).expand(tensor.shape)
+        self._shapes = dict[str, torch.Size]()
+        for name in family.encoder:
+            part = _built(type(base.get_submodule(name)), config, dtype).to(device).eval()
+            setattr(base, name, part)
+            self._shapes |= {f"{name}.{key}": tensor.shape for key, tensor in part.state_dict().items()}
+            for tensor in part.parameters():  # of the module only the structure and the buffers are used
+                tensor.data = tensor.new_zeros(()).expand(tensor.shape)
+        self._encoder, self._dtype, self._device = _Encoder(base, family, config), dtype, device
 
     def empty(self) -> dict[str, Tensor]:
         """Return memory for the weights of a version, by name."""
@@ -45,16 +46,28 @@ class Tower:
     @torch.inference_mode()
     def encode(self, picture: Picture, weights: Mapping[str, Tensor]) -> Features:
         """Return the features of an image under these weights."""
-        given = picture.patches.to(self._device), torch.tensor([picture.grid], device=self._device)
-        return features_of(functional_call(self._encoder, {f"base.{name}": t for name, t in weights.items()}, given))
+        named = {f"base.{name}": tensor for name, tensor in weights.items()}
+        found: Features = functional_call(self._encoder, named, (picture, self._device))
+        return found
+
+
+def _built(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """Return a module of this class: a tower, by its own configuration, or a projector by that of the whole model."""
+    from transformers import PreTrainedModel
+
+    if issubclass(kind, PreTrainedModel):
+        tower: nn.Module = kind._from_config(copy.deepcopy(config.vision_config), dtype=dtype)
+        return tower
+    projector: nn.Module = kind(copy.deepcopy(config))
+    return projector.to(dtype)
 
 
 class _Encoder(nn.Module):
     """Calls the tower by the function of its model, which names the results."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, family: ImageFamily, config: Any) -> None:
         super().__init__()
-        self.base = base
+        self.base, self._family, self._config = base, family, config
 
-    def forward(self, patches: Tensor, grid: Tensor) -> Any:
-        return self.base.get_image_features(patches, grid, return_dict=True)
+    def forward(self, picture: Picture, device: torch.device) -> Features:
+        return encoded_alone(self.base, self._family, self._config, picture, device)

@@ -1,0 +1,170 @@
+"""Further families that read images: training and rollout have the log-probs and gradients of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import io
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from rollouts import context_of, source_of
+from torch import Tensor
+from vision import png
+from vision_families import KINDS, Content, model, own_logprobs, pictures, rows
+
+from verl.algorithms.losses import nll
+from verl.batch import pack
+from verl.checkpoint.loadable import check_loadable
+from verl.errors import Refused
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
+from verl.model_engine.torch_engine import TorchEngine
+from verl.models.encode import encoded
+from verl.models.families import auto_class, family_name, family_of
+from verl.models.multimodal import with_pictures
+from verl.models.pictures import Pictures
+from verl.objective import Term
+from verl.rollout import hf
+from verl.rollout.base import GenerateRequest
+from verl.rollout.embedded.front import EmbeddedEngine
+from verl.rollout.native.engine import build
+from verl.rollout.native.options import Options
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Sample, Sampling, Segment
+
+PATHS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "not shared": {"share_prefix": False},
+    "padded": {"attention_mode": "padded"},
+}
+
+
+@cache
+def shares(kind: str) -> tuple[Tensor, ...]:
+    rng = torch.Generator().manual_seed(1)
+    return tuple(torch.rand(row.loss_tokens, generator=rng) for row in rows(kind))
+
+
+@cache
+def expected(kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the log-probs of each row, and the gradients, by transformers."""
+    reference, found = copy.deepcopy(model(kind)), []
+    for row, weights in zip(rows(kind), shares(kind)):
+        logprobs = own_logprobs(kind, reference, row)
+        (-(logprobs * weights).sum()).backward()
+        found.append(logprobs.detach())
+    return found, {n: p.grad for n, p in reference.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_path_has_the_logprobs_and_gradients_of_transformers(kind: str, path: str) -> None:
+    settings = EngineSettings(dtype="float32", optim=OptimSpec(lr=0.1, weight_decay=0.0), **PATHS[path])
+    engine = TorchEngine(copy.deepcopy(model(kind)), settings)
+    own, own_gradients = expected(kind)
+    batch = pack(rows(kind), share_prefix=PATHS[path].get("share_prefix", True))
+    batch = with_pictures(batch, pictures(kind), engine.model.config).with_columns({"w/loss": torch.cat(shares(kind))})
+    out = engine.forward_backward(batch, (Term(name="loss", fn=nll),), extra_outputs=("logprobs",))
+    torch.testing.assert_close(out.columns["logprobs"], torch.cat(own), rtol=0, atol=2e-5)
+    found = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+    assert {*found} == {*own_gradients}
+    family = family_of(engine.model.config)
+    assert family is not None and {*map(family.part_of, found)} == {"vision", "projector", "language"}
+    for name, gradient in own_gradients.items():
+        scale = max(float(gradient.abs().max()), 0.05)  # that of the bias of keys is rounding
+        torch.testing.assert_close(
+            found[name] / scale, gradient / scale, rtol=0, atol=3e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_rollout_has_the_logprobs_of_transformers(kind: str, engine: str) -> None:
+    """A native engine of a family that it does not compute says so, and is the hf engine."""
+    module = copy.deepcopy(model(kind)).eval().requires_grad_(False)
+    context = context_of(module.config, max_context_tokens=128, pictures=Content(kind))
+    made = hf.build(hf.Options(), context) if engine == "hf" else build(Options(max_prefill_tokens=11), context)
+    notes = asyncio.run(made.capabilities()).notes
+    assert bool(notes) == (engine == "native" and not KINDS[kind].native)
+    prompts = {row.group_id: row.segments[0] for row in rows(kind)}
+    given = [
+        GenerateRequest(f"{name}{i}", s.ids, Sampling(max_tokens=9, seed=i, ignore_eos=True), media=s.media)
+        for name, s in prompts.items()
+        for i in range(2)
+    ]
+    asyncio.run(answered(kind, module, made, given))
+
+
+def row_of(request: GenerateRequest, ids: np.ndarray, logprobs: np.ndarray) -> Sample:
+    prompt = Segment(ids=request.prompt_ids, source="prompt", media=request.media)
+    sampled = Segment(ids=ids, source="sampled", logprobs=logprobs, version=0)
+    return Sample(sample_id="s", trajectory_id="s", group_id="g", purpose="train", segments=(prompt, sampled))
+
+
+async def answered(kind: str, module: Any, engine: EmbeddedEngine, given: list[GenerateRequest]) -> None:
+    await engine.load_weights(source_of(module))
+    for request, answer in zip(given, await asyncio.gather(*map(engine.generate, given)), strict=True):
+        row = row_of(request, answer.ids, answer.logprobs)
+        own = own_logprobs(kind, module, row).numpy()
+        np.testing.assert_allclose(answer.logprobs, own, rtol=0, atol=1e-5, err_msg=request.id)
+        whole = np.concatenate([request.prompt_ids, answer.ids])
+        scores = await engine.score(whole, media=request.media)
+        np.testing.assert_allclose(scores[-len(answer.ids) :], own, rtol=0, atol=1e-5)
+    await engine.close()
+
+
+PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "pixtral": ("PixtralImageProcessorPil", {"size": {"longest_edge": 12}}, {"patch_size": 2}),
+    "mistral3": ("PixtralImageProcessorPil", {"size": {"longest_edge": 12}}, {"patch_size": 4}),
+    "gemma3": ("Gemma3ImageProcessorPil", {"size": {"height": 8, "width": 8}}, {"do_pan_and_scan": False}),
+    "internvl": ("GotOcr2ImageProcessorPil", {"size": {"height": 8, "width": 8}}, {"crop_to_patches": True}),
+}
+"""The image processor of a family, its settings, and what its processor of text and images adds to them."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_are_processed_as_the_processor_of_the_family_does(kind: str, tmp_path: Path) -> None:
+    name, settings, more = PROCESSORS[kind]
+    made, store, content = getattr(transformers, name)(**settings), MemoryQueue().media, png(24, 17)
+    model(kind).config.save_pretrained(tmp_path)
+    made.save_pretrained(tmp_path)
+    reference = store.put(content, "test")
+    picture = Pictures(tmp_path, store).of([reference])[reference]
+    expected = made(images=[Image.open(io.BytesIO(content))], return_tensors="pt", **more)
+    assert torch.equal(picture.patches, expected["pixel_values"])
+    family, module = family_of(model(kind).config), model(kind)
+    assert family is not None
+    (features,), _ = encoded(module.base_model, family, module.config, [picture], torch.device("cpu"))
+    assert features.shape == (family.are_features(module.config, picture.grid).sum(), 32)
+    assert (
+        family.tokens(module.config, picture.grid) == {"pixtral": 28, "mistral3": 8, "gemma3": 4, "internvl": 28}[kind]
+    )
+
+
+@pytest.mark.parametrize(
+    "described, line",
+    [
+        ({"model_type": "idefics2", "vision_config": {"depth": 1}}, "'idefics2' reads more than text .vision_config."),
+        ({"model_type": "llava", "vision_config": {"hidden_size": 8}}, "'llava with clip_vision_model' reads more"),
+        ({"model_type": "qwen3_omni_moe", "thinker_config": {"a": 1}}, "those with one are qwen2_vl, .*mistral3"),
+    ],
+)
+def test_models_that_read_more_than_text_are_refused_without_a_row(described: dict[str, Any], line: str) -> None:
+    with pytest.raises(Refused, match=line):
+        family_name(described)
+
+
+def test_a_folder_of_another_family_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    """transformers builds all of these as causal language models, without a word about images."""
+    for config in (transformers.MllamaConfig(), transformers.FuyuConfig(), transformers.Llama4Config()):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(Refused, match="reads more than text"):
+            check_loadable(tmp_path)
+    assert auto_class(transformers.Gemma3TextConfig()) is transformers.AutoModelForCausalLM

@@ -1,0 +1,189 @@
+"""Tiny random models of further families that read images, their images, and rows with them, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+from vision import END, IMAGE, START, VOCAB, drawn, sample_ids
+
+from verl.media_tokens import Picture
+from verl.models.families import family_of
+from verl.types import Grid, Medium, Sample, Segment
+
+_TEXT: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=16,
+    max_position_embeddings=128,
+    initializer_range=0.2,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_TOWER: dict[str, Any] = dict(
+    hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.2
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """A family's tiny model."""
+
+    config: str
+    text: dict[str, Any]
+    tower: dict[str, Any]
+    more: dict[str, Any] = field(default_factory=dict)
+    grids: dict[str, Grid]
+    pixels: Callable[[Grid], tuple[int, ...]]
+    """The shape of an image's content, by its grid."""
+    native: bool = True
+
+
+_SIZES: dict[str, Grid] = {"cat": (1, 2, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)}
+_TILES: dict[str, Grid] = {"cat": (2, 1, 1), "dog": (1, 1, 1), "fox": (3, 1, 1)}
+KINDS: dict[str, Kind] = {
+    "pixtral": Kind(
+        config="LlavaConfig",
+        text={"model_type": "mistral", "sliding_window": None},
+        tower={"model_type": "pixtral", "patch_size": 2, "image_size": 16},
+        more={"image_token_index": IMAGE, "vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
+        grids=_SIZES,
+        pixels=lambda grid: (1, 3, grid[1] * 2, grid[2] * 2),
+    ),
+    "mistral3": Kind(
+        config="Mistral3Config",
+        text={"model_type": "mistral", "sliding_window": None},
+        tower={"model_type": "pixtral", "patch_size": 2, "image_size": 16},
+        more={"image_token_index": IMAGE, "tie_word_embeddings": False},
+        grids=_SIZES,
+        pixels=lambda grid: (1, 3, grid[1] * 2, grid[2] * 2),
+    ),
+    "gemma3": Kind(
+        config="Gemma3Config",
+        text={
+            "model_type": "gemma3_text",
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "query_pre_attn_scalar": 16,
+        },
+        tower={"model_type": "siglip_vision_model", "patch_size": 2, "image_size": 8, "vision_use_head": False},
+        more={"image_token_id": IMAGE, "mm_tokens_per_image": 4},
+        grids=_TILES | {"cat": (1, 1, 1), "fox": (1, 1, 1)},
+        pixels=lambda grid: (grid[0], 3, 8, 8),
+        native=False,
+    ),
+    "internvl": Kind(
+        config="InternVLConfig",
+        text={"model_type": "qwen2"},
+        tower={"model_type": "internvl_vision", "patch_size": [2, 2], "image_size": [8, 8]},
+        more={"image_token_id": IMAGE, "image_seq_length": 4},
+        grids=_TILES,
+        pixels=lambda grid: (grid[0], 3, 8, 8),
+    ),
+}
+
+
+@cache
+def model(kind: str) -> Any:
+    """Return a model with random weights, of which biases and norms have an effect."""
+    k = KINDS[kind]
+    config = getattr(transformers, k.config)(text_config=_TEXT | k.text, vision_config=_TOWER | k.tower, **k.more)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = transformers.AutoModelForImageTextToText.from_config(config).float()
+        for name, parameter in made.named_parameters():
+            if "projection_weight" in name:  # zeros at the beginning
+                parameter.data.normal_(std=0.2)
+            elif "bias" in name or "norm" in name or "lambda" in name:
+                parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    return made
+
+
+@cache
+def pictures(kind: str) -> dict[str, Picture]:
+    rng, k = torch.Generator().manual_seed(0), KINDS[kind]
+    return {n: Picture(patches=torch.randn(k.pixels(g), generator=rng), grid=g) for n, g in k.grids.items()}
+
+
+class Content:
+    """The images of a kind, as an engine reads them."""
+
+    def __init__(self, kind: str) -> None:
+        self._of = pictures(kind)
+
+    def of(self, names: Iterable[str]) -> dict[str, Picture]:
+        return {name: self._of[name] for name in names}
+
+
+def seen(kind: str, text: list[int], *names: str, source: Any = "prompt") -> Segment:
+    """Return a segment of text with these images after its first token. Within an image, START is text."""
+    config, family = model(kind).config, family_of(model(kind).config)
+    assert family is not None
+    ids, media = text[:1], list[Medium]()
+    for name in names:
+        features = family.are_features(config, KINDS[kind].grids[name])
+        media.append(Medium(name, len(ids) + 1, len(features)))
+        ids = [*ids, START, *np.where(features, IMAGE, START).tolist(), END]
+    return Segment(ids=np.array([*ids, *text[1:]]), source=source, media=tuple(media))
+
+
+@cache
+def rows(kind: str) -> list[Sample]:
+    """Return rows with 0, 1, 2 and 3 images, several turns, and a placeholder that the policy sampled."""
+    one, three = seen(kind, [1, 2, 3], "cat"), seen(kind, [4, 5], "fox", "cat", "dog")
+    text, later = seen(kind, [6, 7, 8]), seen(kind, [9, 10, 11], "dog", source="env")
+    given = [
+        ("a", (one, drawn(12, 13))),
+        ("a", (one, drawn(14, IMAGE, 15))),
+        ("a", (one, drawn(17), later, drawn(18, 19))),
+        ("b", (three, drawn(20, 21))),
+        ("b", (three, drawn(20, 23))),
+        ("c", (text, drawn(24, IMAGE))),
+    ]
+    names = [{"sample_id": str(i), "trajectory_id": str(i), "group_id": group} for i, (group, _) in enumerate(given)]
+    return [Sample(**name, purpose="train", segments=row) for name, (_, row) in zip(names, given)]
+
+
+def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
+    """Return the log-probs of a row's sampled tokens by the forward pass of transformers. It finds images by token id,
+    so images get an id here that the row does not have, and a sampled placeholder is text."""
+    ids, is_image, sampled, at = sample_ids(sample), np.zeros(sample.total_tokens, np.int64), list[int](), 0
+    family, config, content = family_of(module.config), module.config, pictures(kind)
+    assert family is not None
+    spare = config.image_token_id = min({*range(3, VOCAB)} - {*ids.tolist()})
+    for s in sample.segments:
+        for m in s.media:
+            features = family.are_features(config, content[m.reference].grid)
+            ids[at + m.start + np.flatnonzero(features)], is_image[at + m.start : at + m.end] = spare, 1
+        sampled += range(at, at + len(s.ids)) if s.source == "sampled" else ()
+        at += len(s.ids)
+    given: dict[str, Any] = {"input_ids": torch.from_numpy(ids)[None], "use_cache": False}
+    if sample.media:
+        given |= _content([content[name] for name in sample.media], family.content)
+        if family.mutual:
+            given["token_type_ids"] = torch.from_numpy(is_image)[None]
+    logits = module(**given).logits[0].log_softmax(-1)
+    own: Tensor = logits[torch.tensor(sampled) - 1, torch.from_numpy(sample_ids(sample))[sampled]]
+    return own
+
+
+def _content(images: list[Picture], form: str) -> dict[str, Tensor]:
+    """Return images as the processors of transformers do."""
+    if form == "tiles":
+        return {"pixel_values": torch.cat([image.patches for image in images])}
+    sizes = [image.patches.shape[-2:] for image in images]
+    canvas = torch.zeros(len(images), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
+    for image, room in zip(images, canvas):
+        room[:, : image.patches.shape[-2], : image.patches.shape[-1]] = image.patches[0]
+    return {"pixel_values": canvas, "image_sizes": torch.tensor([[h, w] for h, w in sizes])}

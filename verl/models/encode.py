@@ -1,0 +1,72 @@
+"""The features of images: what a tower is given, and which of its results belong to which image."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl.media_tokens import Picture
+from verl.models.families import Content, ImageFamily
+
+
+def encoded(
+    base: Any, family: ImageFamily, config: Any, pictures: Sequence[Picture], device: torch.device
+) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    """Return the features [n, H] of each image, and those that layers of the decoder add, of all images [N, H]. base:
+    the model without its head."""
+    counts = [int(family.are_features(config, picture.grid).sum()) for picture in pictures]
+    twice = 2 if counts == [1] else 1  # Mistral3 of transformers fails if there is one feature
+    given = _GIVEN[family.content]([*pictures] * twice, config, device)
+    out = base.get_image_features(**given, return_dict=True)
+    features = _joined(out.pooler_output).split(counts * twice)[: len(counts)]
+    deeper = [_joined(states)[: sum(counts)] for states in vars(out).get("deepstack_features") or ()]
+    return features, deeper
+
+
+def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
+    """Return the features of all images, or of all tiles, as [N, H]."""
+    return torch.cat([one.reshape(-1, one.shape[-1]) for one in features])
+
+
+def _patches(pictures: Sequence[Picture], config: Any, device: torch.device) -> dict[str, Tensor]:
+    grid = torch.tensor([picture.grid for picture in pictures], device=device)
+    return {"pixel_values": _content(pictures, device), "image_grid_thw": grid}
+
+
+def _pixels(pictures: Sequence[Picture], config: Any, device: torch.device) -> dict[str, Tensor]:
+    """Images of unequal size are padded at the right and below; the tower reads each within its own size."""
+    height, width = (max(picture.patches.shape[side] for picture in pictures) for side in (-2, -1))
+    padded = [F.pad(p.patches, (0, width - p.patches.shape[-1], 0, height - p.patches.shape[-2])) for p in pictures]
+    sizes = torch.tensor([picture.patches.shape[-2:] for picture in pictures], device=device)
+    return {"pixel_values": torch.cat(padded).to(device), "image_sizes": sizes}
+
+
+def _tiles(pictures: Sequence[Picture], config: Any, device: torch.device) -> dict[str, Tensor]:
+    return {"pixel_values": _content(pictures, device)}
+
+
+def _content(pictures: Sequence[Picture], device: torch.device) -> Tensor:
+    return torch.cat([picture.patches for picture in pictures]).to(device)
+
+
+_GIVEN: Mapping[Content, Callable[[Sequence[Picture], Any, torch.device], dict[str, Tensor]]] = {
+    "patches": _patches,
+    "pixels": _pixels,
+    "tiles": _tiles,
+}
+
+
+def picture_of(found: Mapping[str, Any], family: ImageFamily, config: Any) -> Picture:
+    """Return one image from the result of an image processor for it alone."""
+    content: Tensor = found["pixel_values"]
+    if family.content == "patches":
+        (grid,) = found["image_grid_thw"].tolist()
+        return Picture(patches=content, grid=tuple(grid))
+    if family.content == "tiles":
+        return Picture(patches=content, grid=(len(content), 1, 1))
+    ((height, width),), side = found["image_sizes"].tolist(), config.vision_config.patch_size
+    return Picture(patches=content[..., :height, :width], grid=(1, height // side, width // side))
