@@ -16,7 +16,7 @@ from verl.types import Grid, Medium
 Part = Literal["vision", "projector", "language"]
 """The parts of a model that reads images."""
 Content = Literal["patches", "pixels", "tiles"]
-"""The content of an image as a tower reads it: patches [P, D] with their grid, pixels of any size, or tiles of one size."""
+"""The form of an image as a tower reads it: patches [P, D] with their grid, pixels of any size, tiles of one size."""
 _MANY = re.compile(r"(vision|visual|image|video|audio|speech|vq|vit|thinker)_?(tower_)?config|visual|mm_vision_tower")
 """Keys of config.json that describe an encoder of what is not text."""
 
