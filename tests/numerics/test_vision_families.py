@@ -26,7 +26,7 @@ from verl.errors import Refused
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
-from verl.models.encode import encoded
+from verl.models.encode import encode_pictures
 from verl.models.families import auto_class, family_name, family_of
 from verl.models.multimodal import with_pictures
 from verl.models.pictures import Pictures
@@ -141,11 +141,10 @@ def test_images_are_processed_as_the_processor_of_the_family_does(kind: str, tmp
     assert torch.equal(picture.patches, expected["pixel_values"])
     family, module = family_of(model(kind).config), model(kind)
     assert family is not None
-    (features,), _ = encoded(module.base_model, family, module.config, [picture], torch.device("cpu"))
+    (features,), _ = encode_pictures(module.base_model, family, module.config, [picture], torch.device("cpu"))
     assert features.shape == (family.are_features(module.config, picture.grid).sum(), 32)
-    assert (
-        family.tokens(module.config, picture.grid) == {"pixtral": 28, "mistral3": 8, "gemma3": 4, "internvl": 28}[kind]
-    )
+    tokens = {"pixtral": 28, "mistral3": 8, "gemma3": 4, "internvl": 52}
+    assert family.tokens(module.config, picture.grid) == tokens[kind]
 
 
 @pytest.mark.parametrize(

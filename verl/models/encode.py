@@ -13,7 +13,7 @@ from verl.media_tokens import Picture
 from verl.models.families import Content, ImageFamily
 
 
-def encoded(
+def encode_pictures(
     base: Any, family: ImageFamily, config: Any, pictures: Sequence[Picture], device: torch.device
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """Return the features [n, H] of each image, and those that layers of the decoder add, of all images [N, H]. base:

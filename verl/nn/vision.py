@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.media_tokens import MediaTokens
-from verl.models.encode import encoded
+from verl.models.encode import encode_pictures
 from verl.models.families import ImageFamily
 from verl.models.multimodal import mutual_masks, on_axes, with_pictures
 from verl.models.pictures import Pictures
@@ -67,7 +67,7 @@ class Vision:
         encoded once, and gets the sum of the gradients of all its tokens."""
         device = ids.device
         pictures = [media.pictures[name] for name in media.references]
-        features, deeper = encoded(self._base, self._family, self._config, pictures, device)
+        features, deeper = encode_pictures(self._base, self._family, self._config, pictures, device)
         index = self._features(media).view(ids.shape).to(device)
         here = index >= 0
         index = index[here]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.media_tokens import Picture
-from verl.models.encode import encoded
+from verl.models.encode import encode_pictures
 from verl.models.families import ImageFamily
 from verl.rollout.embedded.images import RequestImages
 
@@ -36,7 +36,7 @@ class Features:
 
 def encoded_alone(base: Any, family: ImageFamily, config: Any, picture: Picture, device: torch.device) -> Features:
     """Return the features of one image. base: the model without its head."""
-    (tokens,), deeper = encoded(base, family, config, [picture], device)
+    (tokens,), deeper = encode_pictures(base, family, config, [picture], device)
     return Features(tokens, tuple(deeper))
 
 
