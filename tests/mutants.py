@@ -677,7 +677,11 @@ MUTANTS = (
     Mutant("rollout/embedded/features.py", "self.positions[:, start:end]", "self.positions[:, : end - start]", SEEN),
     Mutant("rollout/native/prefill.py", "            self._images.clear()", "            pass", SEEN),
     Mutant("rollout/native/architecture.py", "i % 3 if i < 3 * sections[i % 3] else 0", "i % 3", SEEN),
-    Mutant("nn/vision.py", "first[medium.clamp(min=0)] + feature", "first[medium.clamp(min=0)]", VISION),
+    Mutant("nn/vision.py", "clamp(min=0)] + media.feature", "clamp(min=0)]", VISION),
+    Mutant("nn/attention.py", "else q + self.ahead[..., None]", "else q", "tests/numerics/test_vision_families.py"),
+    Mutant(
+        "nn/vision.py", "every.cumsum(0) - 1, -1)", "every.cumsum(0) - 1, 0)", "tests/numerics/test_vision_families.py"
+    ),
     Mutant("models/pictures.py", "self._kept.move_to_end(reference)", "pass", "tests/unit/test_pictures.py"),
     Mutant("models/pictures.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
     Mutant("nn/vision.py", "if deeper:", "if not deeper:", VISION),
