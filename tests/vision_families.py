@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from vision import END, IMAGE, START, VOCAB, drawn, sample_ids
+from vision import END, IMAGE, START, VIDEO, VOCAB, drawn, sample_ids
 
 from verl.media_tokens import Picture
 from verl.models.families import family_of
@@ -52,6 +52,7 @@ class Kind:
 
 _SIZES: dict[str, Grid] = {"cat": (1, 2, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)}
 _TILES: dict[str, Grid] = {"cat": (2, 1, 1), "dog": (1, 1, 1), "fox": (3, 1, 1)}
+_ONE_TILE: dict[str, Grid] = {"cat": (1, 1, 1), "dog": (1, 1, 1), "fox": (1, 1, 1)}
 KINDS: dict[str, Kind] = {
     "pixtral": Kind(
         config="LlavaConfig",
@@ -79,9 +80,54 @@ KINDS: dict[str, Kind] = {
         },
         tower={"model_type": "siglip_vision_model", "patch_size": 2, "image_size": 8, "vision_use_head": False},
         more={"image_token_id": IMAGE, "mm_tokens_per_image": 4},
-        grids=_TILES | {"cat": (1, 1, 1), "fox": (1, 1, 1)},
+        grids=_ONE_TILE,
         pixels=lambda grid: (grid[0], 3, 8, 8),
         native=False,
+    ),
+    "llava": Kind(
+        config="LlavaConfig",
+        text={"model_type": "llama"},
+        tower={"model_type": "clip_vision_model", "patch_size": 4, "image_size": 8},
+        more={"image_token_index": IMAGE},
+        grids=_ONE_TILE,
+        pixels=lambda grid: (grid[0], 3, 8, 8),
+    ),
+    "smolvlm": Kind(
+        config="SmolVLMConfig",
+        text={"model_type": "llama"},
+        tower={"patch_size": 2, "image_size": 8},
+        more={"image_token_id": IMAGE, "scale_factor": 2},
+        grids={"cat": (3, 1, 2), "dog": (1, 0, 0), "fox": (5, 2, 2)},
+        pixels=lambda grid: (grid[0], 3, 8, 8),
+    ),
+    "idefics3": Kind(
+        config="Idefics3Config",
+        text={"model_type": "llama"},
+        tower={"patch_size": 2, "image_size": 8},
+        more={"image_token_id": IMAGE, "scale_factor": 2},
+        grids={"cat": (3, 1, 2), "dog": (1, 0, 0), "fox": (5, 2, 2)},
+        pixels=lambda grid: (grid[0], 3, 8, 8),
+    ),
+    "qwen3_vl_moe": Kind(
+        config="Qwen3VLMoeConfig",
+        text={
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]},
+        },
+        tower={
+            "depth": 2,
+            "num_heads": 2,
+            "patch_size": 2,
+            "temporal_patch_size": 1,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+        more={"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
+        grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
+        pixels=lambda grid: (grid[1] * grid[2], 12),
     ),
     "internvl": Kind(
         config="InternVLConfig",
@@ -171,8 +217,8 @@ def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
     given: dict[str, Any] = {"input_ids": torch.from_numpy(ids)[None], "use_cache": False}
     if sample.media:
         given |= _content([content[name] for name in sample.media], family.content)
-        if family.mutual:
-            given["token_type_ids"] = torch.from_numpy(is_image)[None]
+        if kinds := {"gemma3": "token_type_ids", "qwen3_vl_moe": "mm_token_type_ids"}.get(kind):
+            given[kinds] = torch.from_numpy(is_image)[None]
     logits = module(**given).logits[0].log_softmax(-1)
     own: Tensor = logits[torch.tensor(sampled) - 1, torch.from_numpy(sample_ids(sample))[sampled]]
     return own
@@ -180,8 +226,11 @@ def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
 
 def _content(images: list[Picture], form: str) -> dict[str, Tensor]:
     """Return images as the processors of transformers do."""
-    if form == "tiles":
-        return {"pixel_values": torch.cat([image.patches for image in images])}
+    if form != "pixels":
+        content = torch.cat([image.patches for image in images])
+        if form == "patches":
+            return {"pixel_values": content, "image_grid_thw": torch.tensor([image.grid for image in images])}
+        return {"pixel_values": content[None] if form == "tiles in rows" else content}
     sizes = [image.patches.shape[-2:] for image in images]
     canvas = torch.zeros(len(images), 3, max(h for h, _ in sizes), max(w for _, w in sizes))
     for image, room in zip(images, canvas):

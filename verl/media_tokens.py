@@ -21,7 +21,7 @@ class Picture:
     patches: Tensor
     """Its patches [P, D], its pixels [1, 3, H, W], or its tiles [P, 3, H, W]."""
     grid: Grid
-    """The frames, rows and columns of its patches; (P, 1, 1) of tiles."""
+    """The frames, rows and columns of its patches; of tiles their number, and the rows and columns that they form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

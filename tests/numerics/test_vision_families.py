@@ -124,12 +124,18 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pixtral": ("PixtralImageProcessorPil", {"size": {"longest_edge": 12}}, {"patch_size": 2}),
     "mistral3": ("PixtralImageProcessorPil", {"size": {"longest_edge": 12}}, {"patch_size": 4}),
     "gemma3": ("Gemma3ImageProcessorPil", {"size": {"height": 8, "width": 8}}, {"do_pan_and_scan": False}),
+    "llava": ("CLIPImageProcessorPil", {"size": {"height": 8, "width": 8}, "crop_size": {"height": 8, "width": 8}}, {}),
+    "smolvlm": (
+        "SmolVLMImageProcessorPil",
+        {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}},
+        {"return_row_col_info": True},
+    ),
     "internvl": ("GotOcr2ImageProcessorPil", {"size": {"height": 8, "width": 8}}, {"crop_to_patches": True}),
 }
 """The image processor of a family, its settings, and what its processor of text and images adds to them."""
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PROCESSORS)
 def test_images_are_processed_as_the_processor_of_the_family_does(kind: str, tmp_path: Path) -> None:
     name, settings, more = PROCESSORS[kind]
     made, store, content = getattr(transformers, name)(**settings), MemoryQueue().media, png(24, 17)
@@ -138,12 +144,12 @@ def test_images_are_processed_as_the_processor_of_the_family_does(kind: str, tmp
     reference = store.put(content, "test")
     picture = Pictures(tmp_path, store).of([reference])[reference]
     expected = made(images=[Image.open(io.BytesIO(content))], return_tensors="pt", **more)
-    assert torch.equal(picture.patches, expected["pixel_values"])
+    assert torch.equal(picture.patches, expected["pixel_values"].view(picture.patches.shape))
     family, module = family_of(model(kind).config), model(kind)
     assert family is not None
     (features,), _ = encode_pictures(module.base_model, family, module.config, [picture], torch.device("cpu"))
     assert features.shape == (family.are_features(module.config, picture.grid).sum(), 32)
-    tokens = {"pixtral": 28, "mistral3": 8, "gemma3": 4, "internvl": 52}
+    tokens = {"pixtral": 28, "mistral3": 8, "gemma3": 4, "internvl": 52, "llava": 4, "smolvlm": 33}
     assert family.tokens(module.config, picture.grid) == tokens[kind]
 
 
@@ -151,7 +157,10 @@ def test_images_are_processed_as_the_processor_of_the_family_does(kind: str, tmp
     "described, line",
     [
         ({"model_type": "idefics2", "vision_config": {"depth": 1}}, "'idefics2' reads more than text .vision_config."),
-        ({"model_type": "llava", "vision_config": {"hidden_size": 8}}, "'llava with clip_vision_model' reads more"),
+        (
+            {"model_type": "llava", "vision_config": {"model_type": "siglip_vision_model"}},
+            "'llava with siglip_vision_model' reads more",
+        ),
         ({"model_type": "qwen3_omni_moe", "thinker_config": {"a": 1}}, "those with one are qwen2_vl, .*mistral3"),
     ],
 )

@@ -49,6 +49,11 @@ def _tiles(pictures: Sequence[Picture], config: Any, device: torch.device) -> di
     return {"pixel_values": _content(pictures, device)}
 
 
+def _tiles_in_rows(pictures: Sequence[Picture], config: Any, device: torch.device) -> dict[str, Tensor]:
+    """Tiles are given as the images of one row."""
+    return {"pixel_values": _content(pictures, device)[None]}
+
+
 def _content(pictures: Sequence[Picture], device: torch.device) -> Tensor:
     return torch.cat([picture.patches for picture in pictures]).to(device)
 
@@ -57,6 +62,7 @@ _GIVEN: Mapping[Content, Callable[[Sequence[Picture], Any, torch.device], dict[s
     "patches": _patches,
     "pixels": _pixels,
     "tiles": _tiles,
+    "tiles in rows": _tiles_in_rows,
 }
 
 
@@ -68,5 +74,8 @@ def picture_of(found: Mapping[str, Any], family: ImageFamily, config: Any) -> Pi
         return Picture(patches=content, grid=tuple(grid))
     if family.content == "tiles":
         return Picture(patches=content, grid=(len(content), 1, 1))
+    if family.content == "tiles in rows":
+        ((rows,),), ((columns,),), (tiles,) = found["rows"], found["cols"], content
+        return Picture(patches=tiles, grid=(len(tiles), int(rows), int(columns)))
     ((height, width),), side = found["image_sizes"].tolist(), config.vision_config.patch_size
     return Picture(patches=content[..., :height, :width], grid=(1, height // side, width // side))

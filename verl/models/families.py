@@ -15,7 +15,7 @@ from verl.types import Grid, Medium
 
 Part = Literal["vision", "projector", "language"]
 """The parts of a model that reads images."""
-Content = Literal["patches", "pixels", "tiles"]
+Content = Literal["patches", "pixels", "tiles", "tiles in rows"]
 """The form of an image as a tower reads it: patches [P, D] with their grid, pixels of any size, tiles of one size."""
 _MANY = re.compile(r"(vision|visual|image|video|audio|speech|vq|vit|thinker)_?(tower_)?config|visual|mm_vision_tower")
 """Keys of config.json that describe an encoder of what is not text."""
@@ -105,6 +105,21 @@ def _tile_tokens(config: Any, grid: Grid) -> int:
     return grid[0] * rows * columns
 
 
+def _square_tokens(config: Any, grid: Grid) -> int:
+    """Return the number of tokens of an image of one size: one for each patch, and the first state if it is kept."""
+    vision = config.vision_config
+    return int((vision.image_size // vision.patch_size) ** 2) + (config.vision_feature_select_strategy != "default")
+
+
+def _between_tiles(config: Any, grid: Grid) -> np.ndarray:
+    """Two tokens that are text are before each tile, and one after each row of tiles and after the whole image, which
+    is the last tile."""
+    vision, (_, rows, columns) = config.vision_config, grid
+    count = int((vision.image_size // vision.patch_size / config.scale_factor) ** 2)
+    tile = [False, False, *[True] * count]
+    return np.array([*(tile * columns + [False]) * rows, *tile, False])
+
+
 def _patch_of_tokens(config: Any) -> Mapping[str, Any]:
     """Images are scaled to whole tokens, which are the patches of the image processor."""
     side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
@@ -128,11 +143,22 @@ _PIXTRAL = ImageFamily(
     processing=_patch_of_tokens,
     **_TOWER,
 )
+_TILES_IN_ROWS = ImageFamily(
+    content="tiles in rows",
+    tokens=lambda config, grid: len(_between_tiles(config, grid)),
+    features=_between_tiles,
+    processing=lambda config: {"return_row_col_info": True},
+    language="text_model",
+    tower="vision_model",
+    projector=("connector",),
+)
 FAMILIES: Mapping[str, ImageFamily] = {
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
     "llava with pixtral": _PIXTRAL,
+    "llava with clip_vision_model": ImageFamily(content="tiles", tokens=_square_tokens, **_TOWER),
     "mistral3": _PIXTRAL,
     "gemma3": ImageFamily(
         content="tiles",
@@ -144,6 +170,8 @@ FAMILIES: Mapping[str, ImageFamily] = {
     "internvl": ImageFamily(
         content="tiles", tokens=_tile_tokens, processing=lambda config: {"crop_to_patches": True}, **_TOWER
     ),
+    "idefics3": _TILES_IN_ROWS,
+    "smolvlm": _TILES_IN_ROWS,
 }
 """The families by the `model_type` of config.json; "A with B": with a tower of model type B."""
 

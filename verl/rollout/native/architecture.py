@@ -52,6 +52,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_vl_text": Architecture(qkv_bias=True, out_bias=False, axes="in sections"),
     "qwen3": Architecture(qk_norm=True),
     "qwen3_moe": Architecture(qk_norm=True, experts=True, same_window=True),
+    "qwen3_vl_moe_text": Architecture(qk_norm=True, experts=True, axes="in turns"),
     "qwen3_vl_text": Architecture(qk_norm=True, axes="in turns"),
 }
 
@@ -116,7 +117,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
     sparse: dict[str, Any] = {}
     if arch.experts:
         sparse = dict(chosen_experts=config.num_experts_per_tok, expert_ffn=config.moe_intermediate_size)
-        sparse |= dict(normalised_experts=config.norm_topk_prob)
+        sparse |= dict(normalised_experts=getattr(config, "norm_topk_prob", True))
     return Shape(
         arch,
         "model." if family is None else f"model.{family.language}.",

@@ -132,7 +132,7 @@ class Part:
 def expert_tensors(s: Shape, layer: int) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
     """Yield (HF name, name of the products, shape [experts, rows, width]) of the tensors of a layer's experts."""
     if experts := s.experts[layer]:
-        at = f"model.layers.{layer}.mlp.experts."
+        at = f"{s.prefix}layers.{layer}.mlp.experts."
         yield at + GATE_UP, f"{layer}.up", (experts, 2 * s.expert_ffn, s.hidden)
         yield at + DOWN, f"{layer}.down", (experts, s.hidden, s.expert_ffn)
 
