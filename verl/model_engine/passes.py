@@ -30,6 +30,7 @@ from verl.model_engine.sharded_copy import ShardedCopy
 from verl.models.families import family_of
 from verl.nn import attention
 from verl.nn.compiled import CompiledLayers
+from verl.nn.delta_net import StatePlan, plan_states, route_delta_nets
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
 from verl.nn.fused import fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
@@ -85,6 +86,7 @@ class Passes:
             attention.register_attention()
             packed = attention.PACKED if self._vision is None else {"text_config": attention.PACKED}
             self.local.model.set_attn_implementation(packed)
+        self._keeps_states = self.packed and route_delta_nets(self.local.model)
         decoder = self.local.model if self._vision is None else self._vision.language  # a tower has other activations
         known = fuse(decoder, packed=self.packed, checkpointed=self.local.settings.gradient_checkpointing != "none")
         if self.compiled is not None:
@@ -257,10 +259,16 @@ class Passes:
     def _hidden_packed(self, batch: Batch) -> Tensor:
         ahead = None if self._vision is None else self._vision.ahead(batch.media)
         plan = attention.plan_attention(batch, self.local.device, ahead=ahead)
-        return self._states(batch.ids, batch.positions, plan, batch.media)
+        states = plan_states(batch, self.local.device) if self._keeps_states else None
+        return self._states(batch.ids, batch.positions, plan, batch.media, states)
 
     def _states(
-        self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan, media: MediaTokens | None = None
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        plan: attention.AttentionPlan,
+        media: MediaTokens | None = None,
+        states: StatePlan | None = None,
     ) -> Tensor:
         with self._autocast():
             out = self._decoder(
@@ -268,6 +276,7 @@ class Passes:
                 position_ids=positions[..., None, :].to(self.local.device),
                 use_cache=False,
                 verl_plan=plan,
+                **({} if states is None else {"verl_states": states}),
                 **self._whole_mask(len(ids)),
             )
         found: Tensor = out.last_hidden_state[0]

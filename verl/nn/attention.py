@@ -131,7 +131,7 @@ def plan_attention(
     blocks, places = [], []
     mine = np.arange(len(lengths)) if queries is None else forest.inside(queries)
     free = device_facts(device.type).free_padding
-    for group in _group_segments(lengths[mine], (depths + lengths)[mine], max_waste, free) if len(mine) else ():
+    for group in group_segments(lengths[mine], (depths + lengths)[mine], max_waste, free) if len(mine) else ():
         members = mine[group]
         q_index, k_index = _block_index(forest, members)
         real = np.arange(q_index.shape[1]) < lengths[members, None]
@@ -207,7 +207,7 @@ def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     return depths
 
 
-def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float, free: int) -> list[np.ndarray]:
+def group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float, free: int) -> list[np.ndarray]:
     """Divide segments into blocks of similar numbers of queries, then of keys; a new block begins where padding would
     exceed `max_waste`. Return the indices of each block. free: score elements of padding that are always accepted."""
     likeness = np.round(np.log(lengths) / np.log(1.5))
