@@ -271,6 +271,7 @@ def _assemble(
         row_columns={
             "temperature": torch.tensor([s.temperature or 1.0 for s in samples], dtype=torch.float32),
             "taught": torch.tensor([s.taught for s in samples], dtype=torch.bool),
+            "banned": torch.tensor([s.banned for s in samples], dtype=torch.bool),
         },
         media=place_media([n.media for n in nodes], seg_start),
     )

@@ -34,7 +34,7 @@ class Sampling:
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` are strings, `stop_token_ids` ids; both end the
     response and are part of it. `seed` makes the sampled tokens a function of (seed, position) alone. `position` is
     that of the first sampled token, if the prompt ends with a part of the same response that another engine has
-    sampled. `noise`: the policy samples under the exploration noise of the engine.
+    sampled. `noise`: the policy samples under the exploration noise of the engine. `banned` are ids with probability 0.
     """
 
     max_tokens: int
@@ -48,6 +48,7 @@ class Sampling:
     seed: int = 0
     position: int = 0
     noise: bool = False
+    banned: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
@@ -62,8 +63,7 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
 
     def of_call(self, max_tokens: int, seed: int) -> Sampling:
-        """Return the same distribution for one call. The fields are listed because `replace` takes twice as long, and
-        this runs once per trajectory."""
+        """Return the same distribution for one call. `replace` takes twice as long, once per trajectory."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,
@@ -76,6 +76,7 @@ class Sampling:
             seed=seed,
             position=self.position,
             noise=self.noise,
+            banned=self.banned,
         )
 
 
@@ -101,9 +102,7 @@ class Task:
 
 
 TEMPLATE = -3
-"""The version of tokens that the chat template wrote around a tool's answer: ends of turns, headers, the generation
-prompt."""
-
+"""The version of tokens that the chat template wrote around a tool's answer: ends of turns, headers."""
 
 Grid = tuple[int, int, int]
 """The frames, rows and columns of an image's patches."""
@@ -222,7 +221,7 @@ class Trajectory:
 
     @property
     def response_ids(self) -> np.ndarray:
-        """The ids after the first segment (the prompt) of the last row, including those of the environment."""
+        """The ids after the prompt of the last row, including those of the environment."""
         return response_ids_of(self.rows[-1])
 
     @property
@@ -308,6 +307,8 @@ class Facts:
     """The number of rows as which this row counts in its optimizer step (PF-PPO). 0: it was not selected."""
     noise_sigma: float = fact(0.0, column="noise_sigma")
     """The largest standard deviation of the exploration noise under which its tokens were sampled; 0 without noise."""
+    banned: bool = False
+    """It was sampled with `Sampling.banned`, and the trainer gives these ids probability 0 too."""
 
     @property
     def truncated(self) -> bool:
@@ -342,8 +343,7 @@ class Sample(Facts):
 
     @property
     def loss_tokens(self) -> int:
-        """The number of trained tokens: the sampled and stored ones without the first token of the row, which has no
-        predictor."""
+        """The number of sampled and stored tokens, without the first one of the row, which has no predictor."""
         n = learned_tokens(self.segments)
         return n - (1 if self.segments and self.segments[0].source in LEARNED and len(self.segments[0].ids) else 0)
 
@@ -439,6 +439,7 @@ def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
             reward=score.value if isinstance(score, Score) else float("nan"),
             components=score.components if isinstance(score, Score) else {},
             noise_sigma=_noise_of(segments) if trajectory.sampling.noise else 0.0,
+            banned=bool(trajectory.sampling.banned) and all(s.source != "stored" for s in segments),
             segments=segments,
         )
         for k, segments in enumerate(trajectory.rows)

@@ -15,6 +15,7 @@ from verl.config.load import load_config
 from verl.config.validate import validate
 from verl.models import tiny
 from verl.recipes import arithmetic
+from verl.track.samples import read_samples
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,12 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 def test_rows_of_text_train_its_language_model(folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path) -> None:
     """A resumed run is that without an interruption."""
     done = small_run(tmp_path, folder, arithmetic_data, "checkpoint.every_steps=1")
-    last = metrics_of(tmp_path / "r")[3]
+    last, rows = metrics_of(tmp_path / "r")[3], read_samples(tmp_path / "r", 3)
+    assert (
+        rows
+        and all(row.banned for row in rows)
+        and not {58, 59, 60, 61} & {i for r in rows for i in r.response_ids.tolist()}
+    )
     assert done.steps == 3 and last["mismatch/max_abs_dlogp"] < 1e-5 and last["sync/canary_mean_abs"] < 1e-5
     for steps in (1, 3):
         small_run(tmp_path, folder, arithmetic_data, f"run.total_steps={steps}", "run.name=again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.algorithms.sections import is_url
 from verl.config.backends import traits_of
 from verl.config.model_files import find_model_folder, read_model_config
 from verl.config.schema import Config
@@ -27,6 +28,8 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
         yield f"model.lora: {what}, and its factors are not trained here; leave it out"
     if command == "rm":
         yield f"verl rm: {what}, and has no head for scores; give a language model"
+    if any(is_url(path) for path in config.teacher.roles().values()):
+        yield f"teacher.path: {what}, which never samples placeholders; a server counts them: give a teacher's folder"
     if samples and traits_of(config.rollout.engine).server:
         fix = "use rollout.engine=native"
         yield f"rollout.engine={config.rollout.engine}: {what}, which no server was tested with; {fix}"

@@ -32,6 +32,7 @@ from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_fleet import fleet_of, rollout_engine
 from verl.driver.assemble_loops import all_played, loops_of
 from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
+from verl.driver.banned import policy_banned
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.driver_host import driver_host
 from verl.driver.lora_publisher import LoraPublisher
@@ -283,6 +284,7 @@ def _trajectories(
         max_turns=config.agent.max_turns,
         credits_turns=algorithm.credits_turns(),
         stored_share=algorithm.stored_share(),
+        banned=policy_banned(config),
         timeout_s=config.run.wait_timeout_s,
         # the pool limits each call to reward.timeout_s from its start; this limit is for a pool that is stuck
         reward_timeout_s=config.run.wait_timeout_s + 2 * config.reward.timeout_s,

@@ -23,6 +23,7 @@ from verl.config.validate import validate
 from verl.data.lost import Coverage, lost_lines
 from verl.data.source import load_tasks
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
+from verl.driver.banned import policy_banned
 from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import (
     decoder,
@@ -115,7 +116,7 @@ async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray
         rollout = rollout_engine(config, tokenizer, context.devices["rollout"])
         started.push_async_callback(rollout.close)
         await sync.publish(model, [rollout], version=0, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s)
-        sampling, waits = sampling_of(config), Waits()
+        sampling, waits = replace(sampling_of(config), banned=policy_banned(config)), Waits()
         slots = asyncio.Semaphore(config.rollout.max_concurrent_sequences)
 
         async def answer(prompt: int, k: int) -> Completion:

@@ -25,6 +25,7 @@ from verl.config.devices import base_format, dtype_of
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import Config
+from verl.driver.banned import policy_banned
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
 from verl.model_engine.lora_spec import LoraSpec, trained_by
@@ -364,6 +365,7 @@ def role_spec(
             layout=context.cluster.layout,
             longest=context.longest or longest_sequence(config),
             lora=lora,
+            banned=policy_banned(config),
             quantisation=cast(Kind, kind) if kind != "none" else None,
         ),
     )

@@ -77,6 +77,8 @@ class TrajectoryRunner:
     """Each turn may get a reward of its own."""
     stored_share: float = 0.0
     """Share of the groups that use a stored answer."""
+    banned: tuple[int, ...] = ()
+    """Ids that the policy must not sample."""
     moved_s: float = field(default=-math.inf, init=False)
     """Time of the last reward of any trajectory."""
 
@@ -111,6 +113,8 @@ class TrajectoryRunner:
 
     async def run(self, task: Task, spec: TrajectorySpec, sampling: Sampling) -> Trajectory:
         """Return the first attempt that ends with a valid reward, or the last one."""
+        if self.banned:
+            sampling = replace(sampling, banned=self.banned)
         for attempt in range(self.max_attempts):
             trajectory = await self._attempt(task, spec, sampling, attempt)
             if trajectory.outcome == "ok":

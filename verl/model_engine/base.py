@@ -149,6 +149,8 @@ class EngineContext:
     """LoRA factors are trained, and the weights of the folder are frozen; None: all weights are trained."""
     quantisation: Kind | None = None
     """The format of the frozen weights in decoder layers, as bitsandbytes has it; None: float32."""
+    banned: tuple[int, ...] = ()
+    """The ids that have probability 0 in rows that were sampled without them (`Facts.banned`)."""
     media: MediaStore | None = None
     """The content of the images of the rows, for a model that reads images."""
 

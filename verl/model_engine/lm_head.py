@@ -18,7 +18,7 @@ from verl.config.adapter import WEIGHTS, read_adapter
 from verl.errors import Refused
 from verl.model_engine.adapter import Adapter
 from verl.model_engine.base import TeacherHead
-from verl.nn.linear_logprob import Vocabulary, linear_logprob
+from verl.nn.linear_logprob import Banned, Vocabulary, linear_logprob
 from verl.nn.linear_teacher import FIGURES, HeadWeights, divergence, top_k
 
 LM_OUTPUTS = (
@@ -101,12 +101,14 @@ def lm_outputs(
     vocabulary: Vocabulary | None = None,
     teacher: Teacher | None = None,
     k: int = 0,
+    banned: Sequence[int] = (),
 ) -> dict[str, Tensor]:
     """Return the wanted outputs [n, ...] of the hidden rows [n, H], which predict the loss tokens `which` of the batch.
 
     vocabulary: given if the head is one rank's slice · teacher: the head that `divergence` compares with · k: the
-    number of `topk_ids`."""
+    number of `topk_ids` · banned: the ids that have probability 0 in rows that were sampled without them."""
     device = hidden.device
+    closed = _banned(batch, which, banned, device)
     temperature = batch.row_columns["temperature"][batch.row_of][which].to(device)
     targets = batch.targets[which].to(device)
     out: dict[str, Tensor] = {}
@@ -123,6 +125,7 @@ def lm_outputs(
             sum_pi_squared="sum_pi_squared" in wanted,
             vocabulary=vocabulary,
             ids=batch.columns["teacher_ids"][which].to(device) if "logprobs_at" in wanted else None,
+            banned=closed,
         )
         found = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2, "logprobs_at": at}
         out = {name: value for name, value in found.items() if name in wanted and value is not None}
@@ -130,13 +133,27 @@ def lm_outputs(
         out["hidden"] = hidden
     assert vocabulary is None or out.keys() >= {*wanted}, "the configuration refuses slices of a head here"
     if "topk_ids" in wanted:
-        ids, named, own = top_k(hidden, head, temperature, k, targets if "logprobs" in wanted else None)
+        ids, named, own = top_k(hidden, head, temperature, k, targets if "logprobs" in wanted else None, closed)
         out |= {"topk_ids": ids, "topk_logprobs": named} | ({} if own is None else {"logprobs": own})
     if "divergence" in wanted:
         assert teacher is not None, "an engine that is built with a teacher's head"
         states = batch.columns["teacher_hidden"][which].to(device, hidden.dtype)
         theirs = temperature if teacher.temperature is None else torch.full_like(temperature, teacher.temperature)
-        given = hidden, head, temperature, states, teacher.head, theirs, teacher.beta, targets
+        given = hidden, head, temperature, states, teacher.head, theirs, teacher.beta, targets, closed
         out["divergence"], figures = divergence(*given)
         out |= {name: figure for name, figure in zip(FIGURES, figures.unbind(-1), strict=True) if name in wanted}
     return out
+
+
+def _banned(batch: Batch, which: Tensor | slice, ids: Sequence[int], device: torch.device) -> Banned | None:
+    """Return the banned ids of these loss tokens; None if they are banned for none. Raise ValueError for a token that
+    is banned itself, and for rows that were sampled without ids that this engine does not know."""
+    if not bool(batch.row_columns["banned"].any()):
+        return None
+    if not ids:
+        raise ValueError("rows were sampled with banned ids, and this engine was built without them (`banned`)")
+    rows, closed = batch.row_columns["banned"][batch.row_of][which], torch.tensor(ids)
+    if bool((torch.isin(batch.targets[which], closed) & rows).any()):
+        drawn = batch.targets[which][torch.isin(batch.targets[which], closed) & rows]
+        raise ValueError(f"token {int(drawn[0])} was sampled in a row that bans the ids {tuple(ids)}")
+    return Banned(closed.to(device), rows.to(device))

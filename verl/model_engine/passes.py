@@ -231,6 +231,7 @@ class Passes:
                 weight = weight if weight.dtype == self.compute else rounded_weight(weight, self.compute)
             head = HeadWeights(weight, None if bias is None else local.local(bias), self._logit_cap)
             given: Any = {"vocabulary": local.vocabulary, "teacher": self._teacher, "k": self._top_k}
+            given["banned"] = local.settings.banned
             return lm_outputs(rows, head, batch, which, wanted, **given)
 
         return self._read(batch, self._hidden(batch), batch.target_from, read)

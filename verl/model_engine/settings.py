@@ -57,6 +57,7 @@ class EngineSettings:
     """The folder of the model, for an adapter that LoRA starts from."""
     pictures: Pictures | None = None
     """The content of the images in batches that lack it."""
+    banned: Sequence[int] = ()
     offload: Sequence[Part] = ()
     """The parts of the state that are on the device only while they are used."""
 

@@ -198,6 +198,7 @@ def build(
         longest=c.longest,
         lora=c.lora,
         base=c.folder,
+        banned=c.banned,
         pictures=None if c.media is None else Pictures(c.folder, c.media),
         offload=options.offload(trained=c.optim is not None),
     )

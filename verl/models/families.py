@@ -21,6 +21,19 @@ _MANY = re.compile(r"(vision|visual|image|video|audio|speech|vq|vit|thinker)_?(t
 """Keys of config.json that describe an encoder of what is not text."""
 
 
+_PLACEHOLDERS = (
+    *("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("boi_token_index", "eoi_token_index"),
+)
+"""The names that configurations have for the ids of placeholders and of the marks around them."""
+
+
+def _placeholder_ids(config: Any) -> tuple[int, ...]:
+    """Return the ids of placeholders in a configuration, as far as they are in the vocabulary."""
+    ids = {getattr(config, name, None) for name in _PLACEHOLDERS}
+    return tuple(sorted(i for i in ids if i is not None and 0 <= i < config.get_text_config().vocab_size))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFamily:
     """The facts of a model family that reads images."""
@@ -41,6 +54,8 @@ class ImageFamily:
     """The tokens of an image attend to each other, not only to those before them."""
     processing: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     """(config) -> settings of the image processor that its file does not have."""
+    banned: Callable[[Any], tuple[int, ...]] = _placeholder_ids
+    """(config) -> the ids of placeholders and of the marks around them, which a policy must not sample."""
     language: str
     """The language model, below the base model."""
     tower: str
@@ -204,6 +219,12 @@ def name_of(described: Mapping[str, Any]) -> str:
 
 def _name(kind: Any, tower: Any) -> str:
     return f"{kind} with {tower}" if kind == "llava" else str(kind)
+
+
+def banned_ids(config: Any) -> tuple[int, ...]:
+    """Return the ids that a policy of this configuration must not sample; () if it reads text alone."""
+    family = family_of(config)
+    return () if family is None else family.banned(config)
 
 
 def positions_from(

@@ -29,6 +29,25 @@ class Vocabulary:
     """Gathers a tensor [...] of every rank as [ranks, ...]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Banned:
+    """Ids that have probability 0 in some rows, as the sampler of these rows had it."""
+
+    ids: Tensor
+    """[k] int64."""
+    rows: Tensor
+    """[n] bool: True for the rows that these ids are banned from."""
+
+    def close(self, z: Tensor, at: Tensor | slice, value: float = -torch.inf) -> None:
+        """Overwrite z [c, V] at the ids of the chunk `at` of the rows."""
+        z.index_copy_(1, self.ids, z.index_select(1, self.ids).masked_fill_(self.rows[at, None], value))
+
+    def within(self, vocabulary: Vocabulary, size: int) -> Banned:
+        """Return the ids that are in a rank's slice of this size."""
+        ids = self.ids - vocabulary.start
+        return Banned(ids[(ids >= 0) & (ids < size)], self.rows)
+
+
 class _LinearLogprob(torch.autograd.Function):
     """The autograd function of `linear_logprob`. Its backward pass computes the logits of each chunk again."""
 
@@ -45,6 +64,7 @@ class _LinearLogprob(torch.autograd.Function):
         want_sum_pi_squared: bool,
         vocabulary: Vocabulary | None,
         ids: Tensor | None,
+        banned: Banned | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         here = None  # [n] targets in this rank's slice of the vocabulary
         if vocabulary is not None:
@@ -61,6 +81,8 @@ class _LinearLogprob(torch.autograd.Function):
         cast = weight.to(hidden.dtype)  # once instead of once per chunk
         for at in chunks(n, weight):
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
+            if banned is not None:
+                banned.close(z, at)
             if apart is None or ids is None:
                 lse[at] = torch.logsumexp(z, -1)
             else:  # sum the other ids directly: 1 - (sum of the named) would lose digits
@@ -75,11 +97,12 @@ class _LinearLogprob(torch.autograd.Function):
                 logp = centred(z, lse[at])
                 entropy[at] = -(logp.exp().mul_(logp)).sum(-1)
         if vocabulary is not None and here is not None:
-            logprobs, lse, entropy, sum_pi2 = _over_slices(vocabulary, logprobs * here, lse, entropy, sum_pi2)
+            own = logprobs.masked_fill(~here, 0)  # not a product: another slice's target may be -inf here
+            logprobs, lse, entropy, sum_pi2 = _over_slices(vocabulary, own, lse, entropy, sum_pi2)
         logprobs -= lse
         rest = None if apart is None else apart[:, -1].clone()  # a view of what is returned would keep itself alive
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest)
-        ctx.cap = cap
+        ctx.cap, ctx.banned = cap, banned
         ctx.set_materialize_grads(False)  # no gradient is computed for an output that no loss uses
         if sum_pi2 is not None:
             ctx.mark_non_differentiable(sum_pi2)
@@ -102,6 +125,8 @@ class _LinearLogprob(torch.autograd.Function):
             h, d = hidden[at], d_logprob[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # the derivative of the cap
+            if ctx.banned is not None:
+                ctx.banned.close(z, at)
             logp = centred(z, lse[at])
             of_entropy = None if d_entropy is None else (entropy[at, None], d_entropy[at, None])
             if d_apart is None:
@@ -113,9 +138,11 @@ class _LinearLogprob(torch.autograd.Function):
                 share = (logp - rest[at, None].clamp(min=NONE / 2)).exp_().mul_(of_rest)  # in logs, since p may be 0
                 dz = _slope(logp, every, of_entropy).add_(share).scatter_(-1, ids[at], theirs)
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
+            if ctx.banned is not None:
+                ctx.banned.close(dz, at, 0.0)  # of one that is named or the target too
             dz /= temperature[at, None]
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
-        return *sums.found(weight, bias), *[None] * 7
+        return *sums.found(weight, bias), *[None] * 8
 
 
 def _slope(logp: Tensor, d: Tensor, of_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -233,6 +260,7 @@ def linear_logprob(
     sum_pi_squared: bool = False,
     vocabulary: Vocabulary | None = None,
     ids: Tensor | None = None,
+    banned: Banned | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the log-prob [n], float32, of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature
     [n]). With cap > 0 the logits are replaced by cap tanh(logits / cap) before the division (Gemma 2). On request
@@ -241,10 +269,13 @@ def linear_logprob(
     differentiable).
 
     vocabulary: this rank's slice if `weight` and `bias` are slices; `targets` and results are of the whole vocabulary.
-    It cannot be combined with `ids`."""
+    It cannot be combined with `ids`. banned: ids of the whole vocabulary that are left out of the softmax of some
+    rows: their log-prob is -inf (-1e30 in `ids`), and their logits have no gradient."""
     assert vocabulary is None or ids is None, "named ids are read from a whole head"
     hidden = hidden if vocabulary is None else vocabulary.enter(hidden)
-    wanted = (temperature, cap, entropy, sum_pi_squared, vocabulary, ids)
+    if banned is not None and vocabulary is not None:
+        banned = banned.within(vocabulary, len(weight))
+    wanted = (temperature, cap, entropy, sum_pi_squared, vocabulary, ids, banned)
     found: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
     found = _LinearLogprob.apply(hidden, weight, bias, targets, *wanted)
     return found

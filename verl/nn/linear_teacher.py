@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from verl.nn.linear_logprob import (
     NONE,
+    Banned,
     HeadGradients,
     centred,
     chunk_logits,
@@ -39,9 +40,13 @@ class HeadWeights:
     bias: Tensor | None = None
     cap: float = 0.0
 
-    def logprobs(self, hidden: Tensor, temperature: Tensor) -> Tensor:
-        """Return the log-probs [n, V] of hidden [n, H] at `temperature` [n], in float32 at least."""
-        z = chunk_logits(hidden, self.weight.to(hidden.dtype), self.bias, temperature, self.cap)
+    def logprobs(
+        self, hidden: Tensor, temperature: Tensor, at: slice | Tensor = slice(None), banned: Banned | None = None
+    ) -> Tensor:
+        """Return the log-probs [c, V] of the rows `at` of hidden [n, H] at `temperature` [n], in float32 at least."""
+        z = chunk_logits(hidden[at], self.weight.to(hidden.dtype), self.bias, temperature[at], self.cap)
+        if banned is not None:
+            banned.close(z, at)
         return centred(z, torch.logsumexp(z, -1))
 
 
@@ -62,6 +67,8 @@ class _Read(torch.autograd.Function):
         lse = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for at in chunks(len(hidden), weight) or [slice(0, 0)]:
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
+            if reading.banned is not None:
+                reading.banned.close(z, at)
             lse[at] = torch.logsumexp(z, -1)
             parts.append(reading.values(centred(z, lse[at]), at))
         ctx.save_for_backward(hidden, weight, bias, temperature, lse)
@@ -81,6 +88,8 @@ class _Read(torch.autograd.Function):
             h, t = hidden[at], temperature[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (t / ctx.cap)) ** 2 if ctx.cap else None  # the derivative of the cap
+            if ctx.reading.banned is not None:
+                ctx.reading.banned.close(z, at)
             dz = ctx.reading.slope(centred(z, lse[at]), at, d_values[at]) / t
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
         return *sums.found(weight, bias), None, None, None
@@ -98,9 +107,10 @@ class _Divergence:
     temperature: Tensor
     beta: float
     targets: Tensor
+    banned: Banned | None
 
     def _teacher(self, at: Any) -> Tensor:
-        return self.head.logprobs(self.hidden[at], self.temperature[at])
+        return self.head.logprobs(self.hidden, self.temperature, at, self.banned)
 
     def _mixture(self, t: Tensor, p: Tensor, q: Tensor) -> Tensor:
         """Return the log-probs of the mixture M, from the teacher's log-probs t and the probabilities p (student) and q
@@ -152,26 +162,32 @@ def divergence(
     teacher_temperature: Tensor,
     beta: float,
     targets: Tensor,
+    banned: Banned | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the divergence [n] of the student's distribution S, of `hidden` [n, H], from the teacher's T, of hidden
     states `teacher` [n, H'], over the whole vocabulary; and `FIGURES` [n, 3]. It is beta KL(T || M) + (1 - beta) KL(S
     || M) with M = beta T + (1 - beta) S; beta 0: KL(T || S), forward; beta 1: KL(S || T), reverse. The divergence is
-    differentiable in the student, the figures are not."""
+    differentiable in the student, the figures are not. banned: ids that have probability 0 in both distributions."""
     assert len(head.weight) == len(teacher_head.weight), "one vocabulary"
-    reading = _Divergence(teacher, teacher_head, teacher_temperature, beta, targets)
+    reading = _Divergence(teacher, teacher_head, teacher_temperature, beta, targets, banned)
     out: tuple[Tensor, Tensor] = _Read.apply(hidden, head.weight, head.bias, temperature, head.cap, reading)
     return out
 
 
 @torch.no_grad()
 def top_k(
-    hidden: Tensor, head: HeadWeights, temperature: Tensor, k: int, targets: Tensor | None = None
+    hidden: Tensor,
+    head: HeadWeights,
+    temperature: Tensor,
+    k: int,
+    targets: Tensor | None = None,
+    banned: Banned | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the k likeliest ids [n, k] int64 for hidden [n, H], their log-probs [n, k + 1] with that of all other ids
     together last, and the log-probs [n] of `targets` [n] if given."""
     ids, logprobs, own = [], [], []
     for at in chunks(len(hidden), head.weight) or [slice(0, 0)]:
-        logp = head.logprobs(hidden[at], temperature[at])
+        logp = head.logprobs(hidden, temperature, at, banned)
         found = logp.topk(k, -1)
         ids.append(found.indices)
         if targets is not None:  # before the rest is summed, of which the likeliest are taken out

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from verl.models.families import banned_ids
 from verl.rollout.base import GenerateRequest, Media, RolloutContext, check_request, checked_ids
 from verl.rollout.embedded.core import Runner
 from verl.rollout.embedded.images import ImageReader, RequestImages
@@ -19,7 +20,7 @@ class InputChecks:
 
     def __init__(self, runner: Runner, context: RolloutContext) -> None:
         self._runner, self._decodes = runner, context.decode is not None
-        self.images = ImageReader(context)
+        self.images, self._banned = ImageReader(context), banned_ids(context.hf_config)
         self._in_vocabulary = b""  # the bytes of the ids that were checked last
 
     def request(self, request: GenerateRequest, running: Container[str]) -> ActiveRequest:
@@ -27,6 +28,8 @@ class InputChecks:
         request = replace(request, prompt_ids=self._ids(request.id, request.prompt_ids))
         room = self._runner.max_context_tokens
         check_request(request, running, max_context_tokens=room, decodes=self._decodes)
+        if (banned := request.sampling.banned) not in ((), self._banned):
+            raise ValueError(f"{request.id}: banned={banned}: this model can ban the ids {self._banned}, or none")
         return ActiveRequest(request, images=self.images.of(request.id, request.prompt_ids, request.media))
 
     def scored(

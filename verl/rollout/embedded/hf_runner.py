@@ -26,7 +26,15 @@ from verl.rollout.embedded.features import EncodedImages, Features, encoded_alon
 from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import ActiveRequest
-from verl.rollout.embedded.sampler import sample, score_logits, scores_of, to_host
+from verl.rollout.embedded.sampler import (
+    SamplingMetadata,
+    banned_of,
+    close_banned,
+    sample,
+    score_logits,
+    scores_of,
+    to_host,
+)
 from verl.rollout.weight_format import format_of_module
 from verl.wire import WireFormat
 
@@ -56,6 +64,7 @@ class HfRunner:
         self._resident = POLICY_SET.id  # the parameter set of the resident rows
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
         self._family = family_of(context.hf_config)
+        self._banned = banned_of(context.hf_config, self._device)
         self._images = EncodedImages(self._encode)
 
     @cached_property  # `isinstance` with a protocol reads it too
@@ -150,7 +159,7 @@ class HfRunner:
         images = [request.images for request in islice(waiting, len(prompts))]
         at = (self._mask.cumsum(-1) - 1).clamp_(min=0)
         logits = self._forward(ids.to(self._device), at, images)
-        return Admitted([0] * len(prompts), lambda sampling: to_host(*sample(logits, sampling)))
+        return Admitted([0] * len(prompts), lambda sampling: to_host(*self._sample(logits, sampling)))
 
     @torch.inference_mode()
     def decode(self, rows: DecodeRows) -> Callable[[], Sampled]:
@@ -158,7 +167,13 @@ class HfRunner:
         self._mask = torch.cat([self._mask, self._mask.new_ones(n, 1)], dim=1)
         ids, at = (torch.from_numpy(column)[:, None].to(self._device) for column in (rows.tokens, rows.positions))
         self._counts["decode_tokens"] += n
-        return partial(to_host, *sample(self._forward(ids, at), rows.sampling))
+        return partial(to_host, *self._sample(self._forward(ids, at), rows.sampling))
+
+    @torch.inference_mode()
+    def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
+        if sampling.banned is not None and self._banned is not None:
+            close_banned(logits, torch.from_numpy(sampling.banned).to(self._device), self._banned)
+        return sample(logits, sampling)
 
     def _forward(self, ids: Tensor, positions: Tensor, images: Sequence[RequestImages | None] = ()) -> Tensor:
         """Compute ids at positions, both [n, t], and return the logits [n, V] after the last id of each row. images:

@@ -109,7 +109,7 @@ def _shared(a: str, b: str) -> int:
 _ROW = np.dtype(
     [(name, np.int64) for name in ("prompt_tokens", "count", "limit", "last", "top_k")]
     + [("stream", np.uint64), *((name, np.float32) for name in ("temperature", "top_p", "min_p"))]
-    + [("limit_code", np.int8), ("ignore_eos", np.bool_)],
+    + [("limit_code", np.int8), ("ignore_eos", np.bool_), ("banned", np.bool_)],
     align=True,
 )
 
@@ -124,6 +124,7 @@ class RunningRequests:
         self._decode = decode
         self._strings = 0  # rows with stop strings
         self._followed = 0  # rows with on_tokens
+        self._banned = 0  # rows with banned ids
         self._rows = np.zeros(max_rows, _ROW)
         self.count, self.limit, self.last = self._rows["count"], self._rows["limit"], self._rows["last"]  # views
         self._stop_ids = np.full((max_rows, 1), -1, np.int64)  # [rows, K], -1 is none
@@ -137,7 +138,7 @@ class RunningRequests:
         room = max_context_tokens - prompt
         limit, code = min(s.max_tokens, room), LENGTH if s.max_tokens <= room else CONTEXT_FULL
         drawn = (s.top_k, stream_of(s.seed, s.position), s.temperature, s.top_p, s.min_p)
-        self._rows[row] = (prompt, tokens, limit, 0, *drawn, code, s.ignore_eos)
+        self._rows[row] = (prompt, tokens, limit, 0, *drawn, code, s.ignore_eos, bool(s.banned))
         if (extra := len(s.stop_token_ids) - self._stop_ids.shape[1]) > 0:
             self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, extra)), constant_values=-1)
         self._stop_ids[row] = -1
@@ -146,6 +147,7 @@ class RunningRequests:
         self._ids[row, :tokens] = request.ids
         self._logprobs[row, :tokens] = request.logprobs
         self._strings += bool(s.stop)
+        self._banned += bool(s.banned)
         self._followed += request.given.on_tokens is not None
         self.requests.append(request)
         self.n += 1
@@ -154,7 +156,8 @@ class RunningRequests:
         """Return the sampling settings of the next token of rows lo..hi-1, or with `ahead` 1 of the token after it."""
         r = self._rows[lo:hi]
         drawn = r["stream"], r["count"] + ahead
-        return SamplingMetadata(r["temperature"], r["top_k"], r["top_p"], r["min_p"], *drawn)
+        banned = r["banned"] if self._banned else None
+        return SamplingMetadata(r["temperature"], r["top_k"], r["top_p"], r["min_p"], *drawn, banned)
 
     def positions(self) -> np.ndarray:
         """Return the context position [n] of each row's last token, which is also the number of tokens with resident
@@ -210,6 +213,7 @@ class RunningRequests:
         stays[removed] = False
         movers = kept + np.flatnonzero(stays[kept:])
         self._strings -= sum(bool(self.requests[row].given.sampling.stop) for row in removed)
+        self._banned -= sum(bool(self.requests[row].given.sampling.banned) for row in removed)
         self._followed -= sum(self.requests[row].given.on_tokens is not None for row in removed)
         for source, hole in zip(movers, holes):
             self.requests[hole] = self.requests[source]

@@ -6,7 +6,8 @@ A draw is a pure function of (request seed, token position, logits). Batch, slot
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from verl.accel.operations import Call
 from verl.accel.plain import inverse_cdf, plain_truncate
 from verl.accel.uniforms import GAMMA, mixed, uniforms
+from verl.models.families import banned_ids
 from verl.rollout.base import Scores
 
 MASK = 2**64 - 1
@@ -37,6 +39,7 @@ class SamplingMetadata:
     min_p: np.ndarray  # [n] float32, 0 is off
     stream: np.ndarray  # [n] uint64
     position: np.ndarray  # [n] int64, of the drawn token in its response
+    banned: np.ndarray | None = None  # [n] bool, the ids that the policy must not sample are banned; None: for no row
 
     @property
     def uniform(self) -> np.ndarray:
@@ -51,7 +54,8 @@ class SamplingMetadata:
     def of(self, rows: slice | np.ndarray) -> SamplingMetadata:
         """Return the settings of these rows."""
         columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.stream, self.position)
-        return SamplingMetadata(*(column[rows] for column in columns))
+        found = SamplingMetadata(*(column[rows] for column in columns))
+        return found if self.banned is None else replace(found, banned=self.banned[rows])
 
 
 def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
@@ -73,6 +77,17 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
         if greedy.any():
             ids = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(dim=-1), ids)
     return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
+
+
+def banned_of(config: Any, device: torch.device) -> Tensor | None:
+    """Return the ids [k] that a policy must not sample; None if there are none."""
+    ids = banned_ids(config)
+    return torch.tensor(ids, device=device) if ids else None
+
+
+def close_banned(logits: Tensor, rows: Tensor, ids: Tensor) -> None:
+    """Overwrite logits [n, V] with -inf at the `ids` [k] of those rows [n] that are True."""
+    logits.index_copy_(1, ids, logits.index_select(1, ids).masked_fill_(rows[:, None], -torch.inf))
 
 
 def draw_rows(logits: Tensor, sampling: SamplingMetadata, kernel: Call, *, separately: bool = False) -> Tensor:

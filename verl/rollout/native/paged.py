@@ -20,7 +20,7 @@ from verl.accel.plain import plain_sample, plain_truncate
 from verl.accel.uniforms import plain_uniforms
 from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import DecodeRows, Sampled
-from verl.rollout.embedded.sampler import split_draws
+from verl.rollout.embedded.sampler import close_banned, split_draws
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.fused import PromptRows, decode_hidden
 from verl.rollout.native.kv import round_up
@@ -34,7 +34,7 @@ WITH_CACHE = "flash_attn_with_kvcache"
 PAGE = 256  # tokens per page: flash attention requires multiples of it
 # the inputs of a padding row: its position is -1
 ONE = np.float64(1).view(np.int64)
-PADDING = np.array([[0], [0], [-1], [0], [0], [0], [ONE], [ONE], [0], [NO_SET]])
+PADDING = np.array([[0], [0], [-1], [0], [0], [0], [ONE], [ONE], [0], [NO_SET], [0]])
 MIXED_PROMPTS = 16  # prompts that one step computes tokens of
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
@@ -324,8 +324,10 @@ class PagedDecode:
         ops: DecodeOps | None,
         sets: LiveSets,
         mixed_tokens: Sequence[int] = (),
+        banned: Tensor | None = None,
     ) -> None:
         self._model, self.cache, self._ops, self._sets, device = model, cache, ops, sets, model.device
+        self._banned = banned
         cuda = device.type == "cuda"
         self._kernel = paged_kernel(device, dtype)
         # without the operations of a fused step, experts read on the host how many rows each of them got
@@ -333,8 +335,8 @@ class PagedDecode:
         self._max_context_tokens = max_context_tokens
         self._sizes = [b for b in BUCKETS if b < max_rows] + [max_rows]
         # one transfer per step, below the ids that the last step drew: tokens, the places of the tokens in the first
-        # two rows, positions, stream and position of the draw, top-k; as bits of float64 temperature, top-p, min-p; and
-        # the numbers of LoRA sets
+        # two rows, positions, stream and position of the draw, top-k; as bits of float64 temperature, top-p, min-p;
+        # the numbers of LoRA sets; and 1 for rows with banned ids
         self._inputs = torch.zeros(1 + len(PADDING), max_rows, dtype=torch.int64, device=device)
         self.prompts = PromptsBeside(cache, mixed_tokens if ops is not None else (), sets)
         self._transfers = [Transfers(len(PADDING), cache, self.prompts.inputs) for _ in range(2)]
@@ -366,6 +368,7 @@ class PagedDecode:
         columns[:6, :n] = rows.tokens, places, rows.positions, *draws
         columns[6:9, :n].view(np.float64)[:] = sampling.temperature, sampling.top_p, sampling.min_p
         columns[9, :n] = sets
+        columns[10, :n] = 0 if sampling.banned is None else sampling.banned
         columns[:, n:size] = PADDING
         self._inputs[1:].copy_(host.inputs, non_blocking=True)
         width = self.cache.table.shape[1]
@@ -418,6 +421,8 @@ class PagedDecode:
         size = len(logits)
         stream, position, top_k = self._inputs[4:7, :size]
         temperature, top_p, min_p = self._inputs[7:10, :size].view(torch.float64)
+        if self._banned is not None:
+            close_banned(logits, self._inputs[11, :size] == 1, self._banned)
         if self._ops is not None:
             logits = self._ops.truncate(logits, temperature, top_k, top_p, min_p)
             return self._ops.sample(logits, temperature, self._ops.uniforms(stream, position))

@@ -26,7 +26,15 @@ from verl.rollout.embedded.features import EncodedImages, Features
 from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import ActiveRequest, PromptKey
-from verl.rollout.embedded.sampler import SamplingMetadata, draw_rows, score_logits, scores_of, split_draws
+from verl.rollout.embedded.sampler import (
+    SamplingMetadata,
+    banned_of,
+    close_banned,
+    draw_rows,
+    score_logits,
+    scores_of,
+    split_draws,
+)
 from verl.rollout.native.codes import CodesReader
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
 from verl.rollout.native.model import Model
@@ -53,6 +61,7 @@ class NativeRunner:
 
     _explores = False  # the resident rows are sampled under noise
     _decoded = 0  # tokens
+    _torn: Weights | None = None  # weights that are partly overwritten by a failed load
 
     def __init__(
         self,
@@ -77,7 +86,8 @@ class NativeRunner:
         emulates = context.dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulates else context.dtype
         self.model = Model(context.hf_config, self.max_context_tokens, device)
-        self.vocab_size, self._tower = self.model.shape.vocab, tower_of(context.hf_config, self.compute_dtype, device)
+        self.vocab_size, self._banned = self.model.shape.vocab, banned_of(context.hf_config, device)
+        self._tower = tower_of(context.hf_config, self.compute_dtype, device)
         prompts = choose("prompt_attention", self._use())
         self.model.prompt_attention = None if prompts is None else prompts.call
         in_pages = device.type == "cuda" if paged is None else paged
@@ -107,8 +117,8 @@ class NativeRunner:
         self._sets = LiveSets(self.model.shape, self.ops.products, *kept, stacks=in_pages)
         self._row_sets = np.full(self.max_rows, NO_SET)  # of each resident row
         self._images = None if self._tower is None else EncodedImages(self._encode)
-        made = self.model, self._sets, self._lanes, self.compute_dtype, self._images
-        self._prompts = Prefiller(*made, options, self._deterministic)
+        made = self._sets, self._lanes, self.compute_dtype, self._images, options
+        self._prompts = Prefiller(self.model, *made, self._deterministic)
         mixed = self._facts.mixed_tokens if mixed_tokens is None else mixed_tokens
         # the bits of a prompt would depend on the free places of the steps
         self._make_cache(options.max_kv_tokens, in_pages, fused, () if self._deterministic else mixed)
@@ -118,7 +128,6 @@ class NativeRunner:
         self._drawn = np.zeros(0, np.int64)  # the ids of the last step over slots
         self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can have at its end
         self._longest = self._ahead = 0  # length of the longest resident row now, and the longest possible at the end
-        self._torn: Weights | None = None  # weights that are partly overwritten by a failed load
 
     def _use(self) -> Use:
         s = self.model.shape
@@ -151,7 +160,7 @@ class NativeRunner:
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
             sizes = self.compute_dtype, rows, longest
-            self._paged = PagedDecode(self.model, pages, *sizes, ops, self._sets, mixed_tokens)
+            self._paged = PagedDecode(self.model, pages, *sizes, ops, self._sets, mixed_tokens, self._banned)
 
     @property
     def weight_format(self) -> WireFormat:
@@ -418,6 +427,8 @@ class NativeRunner:
         return _joined(drawn)
 
     def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> Sampled:
+        if sampling.banned is not None and self._banned is not None:
+            close_banned(logits, self._on_device(sampling.banned), self._banned)
         return split_draws(draw_rows(logits, sampling, self.ops.sample, separately=self._separately))
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:

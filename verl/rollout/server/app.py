@@ -188,7 +188,7 @@ def completion_form(service: Service, fields: Mapping[str, Any]) -> Form:
     prompts = _prompts(service, body)
     service.check_prompts(prompts, "prompt")
     most = body.max_tokens or DEFAULT_MAX_TOKENS
-    call = call_of(body, body, prompts, vocab_size=service.vocab_size, max_tokens=most)
+    call = call_of(body, body, prompts, vocab_size=service.vocab_size, max_tokens=most, banned=service.banned)
     return CompletionForm(call=call, **_common(service))
 
 
@@ -217,7 +217,7 @@ def chat_form(service: Service, fields: Mapping[str, Any]) -> Form:
     prompt = service.texts.render(body, service.max_context_tokens)
     service.check_prompts([prompt], "messages")
     most = body.max_completion_tokens or body.max_tokens
-    call = call_of(body, body, [prompt], vocab_size=service.vocab_size, max_tokens=most)
+    call = call_of(body, body, [prompt], vocab_size=service.vocab_size, max_tokens=most, banned=service.banned)
     return ChatForm(call=call, tools=tools_of(body), **_common(service))
 
 
@@ -230,7 +230,9 @@ def token_form(service: Service, fields: Mapping[str, Any]) -> Form:
     service.check_lengths([len(body.token_ids)], "token_ids")
     prompt = np.asarray(body.token_ids, np.int64)
     service.check_prompts([prompt], "token_ids")
-    call = call_of(body, drawn, [prompt], vocab_size=service.vocab_size, max_tokens=drawn.max_tokens)
+    call = call_of(
+        body, drawn, [prompt], vocab_size=service.vocab_size, max_tokens=drawn.max_tokens, banned=service.banned
+    )
     return TokenForm(call=call, **_common(service))
 
 

@@ -238,7 +238,9 @@ def _quoted(text: str) -> str | None:
     return parts[-2] if "field" in text and len(parts) > 2 else None
 
 
-def requested_sampling(drawn: SamplingFields, *, max_tokens: int, vocab_size: int) -> Sampling:
+def requested_sampling(
+    drawn: SamplingFields, *, max_tokens: int, vocab_size: int, banned: tuple[int, ...] = ()
+) -> Sampling:
     """Return the sampling of a request. Raise ApiError for values that the engine cannot sample with."""
     if 0 < drawn.temperature < 1e-3:
         message = f"temperature={drawn.temperature} is too close to 0 to be computed; 0 is greedy"
@@ -267,6 +269,7 @@ def requested_sampling(drawn: SamplingFields, *, max_tokens: int, vocab_size: in
         ignore_eos=drawn.ignore_eos,
         seed=secrets.randbits(63) if drawn.seed is None else drawn.seed,
         position=drawn.position if isinstance(drawn, TokenSampling) else 0,
+        banned=banned,
     )
 
 
@@ -277,8 +280,10 @@ def call_of(
     *,
     vocab_size: int,
     max_tokens: int | None,
+    banned: tuple[int, ...] = (),
 ) -> GenerationCall:
-    """Return the work of a request. Without `max_tokens` an answer may fill the context."""
+    """Return the work of a request. Without `max_tokens` an answer may fill the context. banned: ids that the model
+    must not sample."""
     scored = None if isinstance(drawn, ChatBody) else drawn.prompt_logprobs
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         message = "stream_options.continuous_usage_stats: usage comes once, at the end (include_usage)"
@@ -292,7 +297,7 @@ def call_of(
     if len(body.request_id or "") > MAX_NAME:
         message = f"request_id has {len(body.request_id or '')} characters; at most {MAX_NAME}"
         raise ApiError(400, message, param="request_id", code="invalid_value")
-    sampling = requested_sampling(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)
+    sampling = requested_sampling(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size, banned=banned)
     if (rows := len(sampling.stop) * len(prompts) * drawn.n) > MAX_STOP_ROWS:
         message = (
             f"stop: {len(sampling.stop)} strings for {len(prompts) * drawn.n} answers, at most {MAX_STOP_ROWS:,} of all"

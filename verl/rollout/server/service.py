@@ -77,6 +77,8 @@ class Service:
     options: ServeConfig
     vocab_size: int
     max_context_tokens: int
+    banned: tuple[int, ...] = ()
+    """Ids that the model must not sample."""
     grace_s: float = 0.0
     """Seconds that running answers have to end after the server was stopped."""
     metrics: Metrics = field(default_factory=Metrics)
