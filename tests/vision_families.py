@@ -53,6 +53,29 @@ class Kind:
 _SIZES: dict[str, Grid] = {"cat": (1, 2, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)}
 _TILES: dict[str, Grid] = {"cat": (2, 1, 1), "dog": (1, 1, 1), "fox": (3, 1, 1)}
 _ONE_TILE: dict[str, Grid] = {"cat": (1, 1, 1), "dog": (1, 1, 1), "fox": (1, 1, 1)}
+_PATCHES: dict[str, Any] = {
+    "depth": 2,
+    "num_heads": 2,
+    "patch_size": 2,
+    "temporal_patch_size": 1,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_DELTA_NETS: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6,
+    "layer_types": ["linear_attention", "full_attention"],
+    "initializer_range": 0.1,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "mrope_section": [2, 1, 1],
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+    },
+}
 KINDS: dict[str, Kind] = {
     "pixtral": Kind(
         config="LlavaConfig",
@@ -116,18 +139,34 @@ KINDS: dict[str, Kind] = {
             "moe_intermediate_size": 24,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]},
         },
-        tower={
-            "depth": 2,
-            "num_heads": 2,
-            "patch_size": 2,
-            "temporal_patch_size": 1,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
+        tower=_PATCHES | {"deepstack_visual_indexes": [0]},
         more={"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
         grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
         pixels=lambda grid: (grid[1] * grid[2], 12),
+    ),
+    "qwen3_5": Kind(
+        config="Qwen3_5Config",
+        text=_DELTA_NETS,
+        tower=_PATCHES,
+        more={"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
+        grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
+        pixels=lambda grid: (grid[1] * grid[2], 12),
+        native=False,
+    ),
+    "qwen3_5_moe": Kind(
+        config="Qwen3_5MoeConfig",
+        text=_DELTA_NETS
+        | {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
+        tower=_PATCHES,
+        more={"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
+        grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
+        pixels=lambda grid: (grid[1] * grid[2], 12),
+        native=False,
     ),
     "internvl": Kind(
         config="InternVLConfig",
@@ -217,7 +256,7 @@ def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
     given: dict[str, Any] = {"input_ids": torch.from_numpy(ids)[None], "use_cache": False}
     if sample.media:
         given |= _content([content[name] for name in sample.media], family.content)
-        if kinds := {"gemma3": "token_type_ids", "qwen3_vl_moe": "mm_token_type_ids"}.get(kind):
+        if kinds := "token_type_ids" if family.mutual else "mm_token_type_ids" if family.axes > 1 else None:
             given[kinds] = torch.from_numpy(is_image)[None]
     logits = module(**given).logits[0].log_softmax(-1)
     own: Tensor = logits[torch.tensor(sampled) - 1, torch.from_numpy(sample_ids(sample))[sampled]]

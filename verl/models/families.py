@@ -172,6 +172,8 @@ FAMILIES: Mapping[str, ImageFamily] = {
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "qwen3_vl_moe": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "llava with pixtral": _PIXTRAL,
     "llava with clip_vision_model": ImageFamily(content="tiles", tokens=_square_tokens, **_TOWER),
     "mistral3": _PIXTRAL,

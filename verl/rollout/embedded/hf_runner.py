@@ -243,7 +243,7 @@ class HfRunner:
         order = np.arange(kept)
         order[holes] = sources
         index = torch.from_numpy(order).to(self._device)
-        self._cache.batch_select_indices(index)
+        self._cache.reorder_cache(index)  # `batch_select_indices` is missing where a layer keeps a state
         self._mask = self._mask[index]
 
     @torch.inference_mode()
