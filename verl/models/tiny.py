@@ -13,13 +13,17 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
-def character_tokenizer(characters: Sequence[str], words: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> Any:
-    """Return a PreTrainedTokenizerFast with one token per character and per word, and chat markers."""
+def character_tokenizer(
+    characters: Sequence[str], words: Sequence[str] = (), template: str = CHAT_TEMPLATE, marks: Sequence[str] = ()
+) -> Any:
+    """Return a PreTrainedTokenizerFast with one token per character and per word, chat markers, and further special
+    tokens."""
     from tokenizers import Tokenizer, decoders, models
 
-    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
+    special = [*SPECIAL_TOKENS, *marks]
+    vocab = {token: i for i, token in enumerate(dict.fromkeys([*special, *characters]))}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    core.add_special_tokens(list(SPECIAL_TOKENS))
+    core.add_special_tokens(special)
     core.add_tokens(list(words))
     core.decoder = decoders.Fuse()
     return with_chat(core, template)
