@@ -221,3 +221,13 @@ def test_workers_on_ray_read_the_images_of_their_rows_from_the_store(
         cluster.close()
     logs = sorted((path.read_text().splitlines() for path in tmp_path.iterdir()), key=len)
     assert logs[0] == ["a white image"] and sorted(logs[1]) == sorted(f"image {name}" for name in names.values())
+
+
+@pytest.mark.parametrize("frozen", [("vision", "projector"), ("language",)])
+def test_frozen_parts_get_no_gradient_on_any_rank(frozen: Any, folder: Path) -> None:
+    layout, of = CASES["FSDP"]
+    expected = computed(engine_of("qwen3_vl", folder, None, freeze=frozen), batch_of("qwen3_vl"))
+    del expected["logprobs"]
+    for theirs in on_ranks("qwen3_vl", folder, layout, of, freeze=frozen):
+        del theirs["logprobs"]
+        assert not different(theirs, expected)

@@ -13,7 +13,12 @@ from vision import model
 
 from verl.config.load import load_config
 from verl.config.validate import validate
+from verl.driver.assemble import context_of
+from verl.driver.models import trained
+from verl.model_engine.layout import Layout
 from verl.models import tiny
+from verl.planner.disk import checkpoint_parts
+from verl.planner.memory import role_items
 from verl.recipes import arithmetic
 from verl.track.samples import read_samples
 
@@ -57,6 +62,11 @@ def test_rows_of_text_train_its_language_model(folder: Path, arithmetic_data: Se
     [
         ("model.lora.rank=4", "model.lora: model.path=.* is a qwen2_5_vl, a model that reads images, and its factors"),
         ("rollout.engine=openai", "rollout.engine=openai: .*no server was tested with; use rollout.engine=native"),
+        ("model.freeze=[projector,language,vision]", r"model.freeze=\[.*\]: nothing would be trained"),
+        (
+            "model.freeze=[vision] optim.options.lr={vision:1e-4}",
+            r"optim.options.lr.vision with model.freeze=\[vision\]: the part is not trained; leave its rate out",
+        ),
         (
             "cluster.ranks_per_node=2 cluster.backend=ray parallel.tensor=2",
             "parallel.tensor=2: model.path=.* reads images, and its ranks divide language models alone; use",
@@ -68,3 +78,37 @@ def test_what_it_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=line):
         validate(load_config(small_args(tmp_path, folder, arithmetic_data, *given.split())).config)
+
+
+def test_a_plan_counts_what_is_trained(folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path) -> None:
+    sizes = {name: p.numel() for name, p in exported(folder).items()}
+    tower, head = (sum(n for name, n in sizes.items() if part in name) for part in (".visual.", "lm_head"))
+    outside = head + sum(n for name, n in sizes.items() if "embed_tokens" in name)
+
+    def planned(*given: str) -> tuple[int, int, int]:
+        config = load_config(small_args(tmp_path, folder, arithmetic_data, *given)).config
+        items = role_items(config, "actor", Layout(), 100)
+        return items["gradients"], items["optimizer states"], checkpoint_parts(config)["state"]
+
+    assert planned() == (4 * sum(sizes.values()), 8 * sum(sizes.values()), 12 * sum(sizes.values()))
+    trained = sum(sizes.values()) - tower
+    assert planned("model.freeze=[vision,projector]") == (4 * trained, 8 * trained, 12 * trained)
+    assert planned("model.freeze=[language]") == (4 * tower, 8 * tower, 12 * tower)
+    more = "optim.name=muon"
+    assert planned(more, "model.freeze=[vision,projector]")[1] == 4 * (trained - outside) + 8 * outside
+
+
+def test_a_text_model_has_no_parts_to_freeze(tiny_model: Path, arithmetic_data: Sequence[Path], tmp_path: Path) -> None:
+    for given in ("model.freeze=[vision]", "optim.options.lr={projector:1e-4}"):
+        args = small_args(tmp_path, tiny_model, arithmetic_data, given)
+        with pytest.raises(ValueError, match="reads text alone, and has no such part; leave it out"):
+            validate(load_config(args).config)
+
+
+def test_the_key_of_the_public_verl_freezes_the_tower_with_its_projector(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path
+) -> None:
+    args = small_args(tmp_path, folder, arithmetic_data, "actor_rollout_ref.actor.freeze_vision_tower=True")
+    config = load_config(args).config
+    assert config.model.freeze == ["vision", "projector"]
+    assert trained(context_of(config), "actor").context.freeze == ("vision", "projector")

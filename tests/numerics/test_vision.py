@@ -17,6 +17,7 @@ from vision import GRIDS, KINDS, drawn, image_folder, model, own_logprobs, pictu
 
 from verl.algorithms.losses import nll
 from verl.batch import Batch, pack, select_rows
+from verl.checkpoint.shards import tensor_names
 from verl.media_tokens import Picture
 from verl.model_engine.base import EngineContext, OneRank
 from verl.model_engine.optim import OptimSpec
@@ -192,3 +193,45 @@ def test_neighbouring_images_without_text_between_them_have_positions_of_their_o
         [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5, 6],
     ]
     assert seen([1]).media == ()
+
+
+@pytest.mark.parametrize("frozen", [("vision",), ("vision", "projector"), ("language",)])
+def test_frozen_parts_stay_and_the_others_get_the_gradient_of_whole_training(frozen: Any, tmp_path: Path) -> None:
+    """Frozen parameters have no gradient and no state; a checkpoint has the others, and is that of the same parts."""
+    whole, engine = engine_of("qwen3_vl"), engine_of("qwen3_vl", freeze=frozen)
+    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
+    family = FAMILIES["qwen3_vl"]
+    still = {name for name in before if family.part_of(name) in frozen}
+    (_, own), (_, found) = (gradients(one, batch_of(one.model.config)) for one in (whole, engine))
+    assert {name for name, gradient in found.items() if gradient is None} == still and still != before.keys()
+    for name in before.keys() - still:
+        torch.testing.assert_close(found[name], own[name], rtol=0, atol=1e-6 * float(own[name].abs().max()))
+    engine.optim_step()
+    assert {name for name, p in engine.model.named_parameters() if torch.equal(p, before[name])} == still
+    assert engine.optimizer is not None and len(engine.optimizer.state) == len(before) - len(still)
+    engine.save(tmp_path)
+    assert {name.removeprefix("model.") for name in tensor_names(tmp_path) if name.startswith("model.")} == (
+        before.keys() - still
+    )
+    again = engine_of("qwen3_vl", freeze=frozen)
+    again.load(tmp_path)
+    for name, p in engine.weights():
+        torch.testing.assert_close(dict(again.weights())[name], p, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="the checkpoint is of another model"):
+        whole.load(tmp_path)
+    text = batch_of(engine.model.config, 5)
+    assert torch.isfinite(gradients(again, text)[0]).all()  # without images nothing depends on the tower
+    again.optim_step()
+
+
+def test_parts_have_learning_rates_of_their_own() -> None:
+    rates = {"vision": 1e-3, "projector": 2e-3, "norm": 3e-3}
+    spec = OptimSpec(lr=0.1, weight_decay=0.0, options={"lr": rates})
+    engine = TorchEngine(copy.deepcopy(made("qwen2_5_vl")), EngineSettings(dtype="float32", optim=spec))
+    names = {p: name for name, p in engine.model.named_parameters()}
+    assert engine.optimizer is not None
+    for group in engine.optimizer.param_groups:
+        for p in group["params"]:
+            part = FAMILIES["qwen2_5_vl"].part_of(names[p])
+            wanted = rates.get(part, 3e-3 if p.ndim < 2 else 0.1)
+            assert group["lr_scale"] * 0.1 == pytest.approx(wanted), names[p]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from verl.algorithms.sections import is_url
 from verl.config.backends import traits_of
-from verl.config.model_files import find_model_folder, read_model_config
+from verl.config.model_files import EMBEDDING, HEAD, find_model_folder, read_model_config, read_weight_headers
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.lora_spec import trained_by
-from verl.models.families import family_name
+from verl.model_engine.optimizer_table import LR, PARTS
+from verl.models.families import FAMILIES, Part, family_name
 
 
 def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterator[str]:
@@ -21,6 +23,7 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     except Refused as e:
         yield f"model.path={config.model.path}: {e}"
         return
+    yield from _frozen_faults(config, kind)
     if kind is None:
         return
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
@@ -33,3 +36,38 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     if samples and traits_of(config.rollout.engine).server:
         fix = "use rollout.engine=native"
         yield f"rollout.engine={config.rollout.engine}: {what}, which no server was tested with; {fix}"
+
+
+def _frozen_faults(config: Config, kind: str | None) -> Iterator[str]:
+    """Yield a line for each frozen part, or learning rate of a part, that the policy cannot have. kind: its family."""
+    frozen, given = config.model.freeze, f"model.freeze=[{', '.join(config.model.freeze)}]"
+    rates = config.optim.options.get(LR)
+    own = [part for part in PARTS if isinstance(rates, Mapping) and part in rates]
+    adapted = trained_by(config.model.lora) is not None
+    if kind is None and (frozen or own):
+        key = given if frozen else f"optim.options.lr.{own[0]}"
+        yield f"{key}: model.path={config.model.path} reads text alone, and has no such part; leave it out"
+    if {*frozen} >= {*get_args(Part)}:
+        yield f"{given}: nothing would be trained; leave a part out"
+    if adapted and "language" in frozen:
+        yield f"{given} with model.lora: the factors are those of the language model; leave language out"
+    for part in own:
+        if part in frozen or adapted:
+            why = given if part in frozen else "model.lora, whose factors are those of the language model"
+            yield f"optim.options.lr.{part} with {why}: the part is not trained; leave its rate out"
+
+
+def frozen_parts(config: Config) -> tuple[Part, ...]:
+    """Return the parts of the policy that are not trained, though its weights are (without LoRA)."""
+    return tuple(part for part in get_args(Part) if part in config.model.freeze and not trained_by(config.model.lora))
+
+
+def frozen_values(config: Config) -> tuple[int, int]:
+    """Return the number of the policy's values in parts that are not trained, and of those of them that are in
+    embeddings and heads."""
+    if not (frozen := frozen_parts(config)):
+        return 0, 0
+    folder = find_model_folder(config.model.path)
+    family = FAMILIES[str(family_name(read_model_config(folder)))]
+    sizes = {n: h.numel for n, h in read_weight_headers(folder).items() if family.part_of(n) in frozen}
+    return sum(sizes.values()), sum(size for n, size in sizes.items() if n.endswith(HEAD) or EMBEDDING.search(n))

@@ -86,6 +86,8 @@ class ModelConfig:
     """The part of a layer that is computed again in the backward pass. selective: all but matrix products and
     attention; full: all; auto: the first of none, selective and full that fits the memory, by the plan. true is full,
     and false is none."""
+    freeze: list[Annotated[str, one_of("vision|projector|language")]] = field(default_factory=list)
+    """Parts of a model that reads images which are not trained."""
     lora: dict[str, Any] = field(default_factory=dict)  # Of model_engine/lora_spec.py: rank, alpha, targets, path.
     quantization: Annotated[str, one_of("none|nf4|int8")] = "none"
     """The frozen base of LoRA in 4 or 8 bits, as bitsandbytes has it."""

@@ -22,6 +22,7 @@ from verl.config.adapter import base_of
 from verl.config.backends import backend_of, import_object, longest_sequence, options_of
 from verl.config.cluster import roles_of_policy
 from verl.config.devices import base_format, dtype_of
+from verl.config.image_models import frozen_parts
 from verl.config.model_files import describe_model, has_tokenizer, rope_note
 from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import Config
@@ -157,6 +158,7 @@ def trained(
     spec = role_spec(context, name, optim=optim, head=head)
     if note := rope_note(context.config.model.path, spec.context.longest):
         context.say(note)
+    spec = replace(spec, context=replace(spec.context, freeze=frozen_parts(context.config)))
     if name == "actor":
         t, own = context.config.teacher, teacher_head(context.config)
         student = replace(spec.context, teacher=own, top_k=t.top_k, optim=replace(optim, average=t.ema))

@@ -16,6 +16,7 @@ from verl.batch import Batch
 from verl.model_engine.layout import Layout
 from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
+from verl.models.families import Part as ModelPart
 from verl.nn.heads import Head
 from verl.nn.quant import Kind
 from verl.objective import Term
@@ -149,6 +150,8 @@ class EngineContext:
     """LoRA factors are trained, and the weights of the folder are frozen; None: all weights are trained."""
     quantisation: Kind | None = None
     """The format of the frozen weights in decoder layers, as bitsandbytes has it; None: float32."""
+    freeze: tuple[ModelPart, ...] = ()
+    """The parts of a trained model that reads images which are not trained."""
     banned: tuple[int, ...] = ()
     """The ids that have probability 0 in rows that were sampled without them (`Facts.banned`)."""
     media: MediaStore | None = None

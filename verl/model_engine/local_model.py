@@ -19,6 +19,7 @@ from verl.model_engine.lora import LoraLayers, is_factor
 from verl.model_engine.offload import own_storage
 from verl.model_engine.optim import grad_norm
 from verl.model_engine.settings import EngineSettings
+from verl.models.families import Part, family_of
 from verl.nn.heads import ValueHead
 from verl.nn.linear_logprob import Vocabulary
 from verl.nn.quant_linear import quantised_layers
@@ -77,11 +78,18 @@ class LocalModel:
         return nn.ModuleDict({"model": self.model.base_model, "value_head": self.value_head})
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters by name: under LoRA the factors and the value head."""
+        """Return the trained parameters by name: under LoRA the factors and the value head, else those of the parts
+        that are not frozen."""
         every = dict(self.trained().named_parameters())
         if self.lora is None:
-            return every
+            return {name: p for name, p in every.items() if self.part_of(name) not in self.settings.freeze}
         return {name: p for name, p in every.items() if is_factor(name) or name.startswith("value_head.")}
+
+    def part_of(self, name: str) -> Part | None:
+        """Return the part of a model that reads images to which a parameter belongs; None: it is of another model, or
+        of the value head."""
+        family = family_of(self.model.config)
+        return None if family is None or name.startswith("value_head.") else family.part_of(name)
 
     def trained_names(self) -> Set[str]:
         """Return the names of all trained parameters, on whichever rank they are."""

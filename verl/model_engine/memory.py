@@ -48,6 +48,10 @@ class RankWork:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     factors: int | None = None
     """The values in the factors of LoRA, which alone are trained; None: all weights are trained."""
+    frozen: int = 0
+    """The values that are not trained, though LoRA trains no factors: those of parts of a model that reads images."""
+    frozen_outside: int = 0
+    """Those in embeddings and heads among them."""
     expert_factors: int = 0
     """Those of experts among them, which tensor ranks do not divide."""
     factors_rank: int = 0
@@ -153,7 +157,9 @@ class _Share:
         count, rest = self.layer * self.layers + root, sparse * self.layers
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
         outside = root // (layout.shard * tensor)
-        self.trained, self.states = self.weights, _states_bytes(work, self.weights - outside, outside, model.hidden)
+        still, still_outside = (n // (layout.shard * tensor) for n in (work.frozen, work.frozen_outside))
+        self.trained, rest_outside = self.weights - still, max(0, outside - still_outside)
+        self.states = _states_bytes(work, max(0, self.trained - rest_outside), rest_outside, model.hidden)
         codes = (self.layer - sparse) * self.layers * (work.quantisation != "none")  # on one rank alone
         self.factors = (work.factors or 0) * self.layers // model.layers
         if work.factors is not None:

@@ -10,7 +10,9 @@ from typing import Any
 
 from verl.names import did_you_mean
 
-ROLES = ("embedding", "head", "norm", "matrix", "router", "adapter")
+PARTS = ("vision", "projector")
+"""The parts of a model that reads images. All parameters of each may have a learning rate of their own."""
+ROLES = ("embedding", "head", "norm", "matrix", "router", "adapter", *PARTS)
 """The kinds of parameters. Each may have a learning rate of its own."""
 BLOCK = 256
 """Values of an 8-bit state that share a scale."""

@@ -71,20 +71,25 @@ def role_of(name: str, p: Tensor, embeddings: Iterable[Tensor]) -> str:
 
 
 def make_optimizer(
-    trained: nn.Module, spec: OptimSpec, config: Any = None, split: Callable[[Groups], Groups] = list
+    trained: nn.Module,
+    spec: OptimSpec,
+    config: Any = None,
+    split: Callable[[Groups], Groups] = list,
+    part_of: Callable[[str], str | None] = lambda name: None,
 ) -> Optimizer:
     """Build the optimizer of the trained parameters. One-dimensional tensors (norms, biases) have no weight decay.
 
     config: the model's configuration, for the size of its heads · split: makes groups of parameters that are spread
-    over the same ranks
+    over the same ranks · part_of: returns the part of a model that reads images to which a parameter belongs
     """
     named = {name: p for name, p in trained.named_parameters() if p.requires_grad}
     embeddings = [m.weight for m in trained.modules() if isinstance(m, nn.Embedding)]
     groups: dict[tuple[str, str, bool], list[nn.Parameter]] = defaultdict(list)
-    for name, p in named.items():
-        role = role_of(name, p, embeddings)
-        groups[_kind(spec.name, role, p), role, p.ndim > 1].append(p)
     rates = spec.options.get(LR, {})
+    for name, p in named.items():
+        role, part = role_of(name, p, embeddings), part_of(name)
+        rated = part if part is not None and part in rates else role
+        groups[_kind(spec.name, role, p), rated, p.ndim > 1].append(p)
     parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for (kind, role, decayed), params in groups.items():
         group = {"params": params, "weight_decay": spec.weight_decay if decayed else 0.0}

@@ -170,7 +170,7 @@ class Passes:
         before it requests the next."""
         for rows in self._cut(batch, count):
             part = part_of(batch, rows)
-            yield rows, part, self._outputs(part, wanted), torch.autograd.backward
+            yield rows, part, self._outputs(part, wanted), _backward
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
         """Return the rows of each pass. count: the number of passes, some of which may have no row; 0: as the token
@@ -321,3 +321,9 @@ class Passes:
             out = self._decoder(**given, **places, use_cache=False).last_hidden_state
         found: Tensor = out[place.to(device)].index_select(0, origin.to(device))
         return found
+
+
+def _backward(loss: Tensor) -> None:
+    """Run the backward pass of a loss; rows without images depend on no trained weight if the language is frozen."""
+    if loss.requires_grad:
+        torch.autograd.backward(loss)

@@ -15,6 +15,7 @@ from verl.model_engine.base import Part
 from verl.model_engine.lm_head import Teacher
 from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
+from verl.models.families import Part as ModelPart
 from verl.models.pictures import Pictures
 from verl.nn.heads import Head
 from verl.nn.precision import native_bf16
@@ -58,6 +59,7 @@ class EngineSettings:
     pictures: Pictures | None = None
     """The content of the images in batches that lack it."""
     banned: Sequence[int] = ()
+    freeze: Sequence[ModelPart] = ()
     offload: Sequence[Part] = ()
     """The parts of the state that are on the device only while they are used."""
 

@@ -199,6 +199,7 @@ def build(
         lora=c.lora,
         base=c.folder,
         banned=c.banned,
+        freeze=c.freeze,
         pictures=None if c.media is None else Pictures(c.folder, c.media),
         offload=options.offload(trained=c.optim is not None),
     )

@@ -24,7 +24,7 @@ class Updates:
         self.optimizer: Optimizer | None = None
         if self.spec is not None:
             text = local.model.config.get_text_config()
-            self.optimizer = make_optimizer(local.trained(), self.spec, text, local.one_mesh_each)
+            self.optimizer = make_optimizer(local.trained(), self.spec, text, local.one_mesh_each, local.part_of)
         self.steps = self.skipped = 0
         self.copied = 0  # the version of the lagging copy
 

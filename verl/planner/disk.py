@@ -9,6 +9,7 @@ from pathlib import Path
 from verl.algorithms.presets import settled
 from verl.bounds import counted, size_text
 from verl.checkpoint.store import SLACK_BYTES
+from verl.config.image_models import frozen_values
 from verl.config.lora_layers import trained_factors
 from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.schema import Config
@@ -45,7 +46,7 @@ def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
     exported = own if factors is None else factors.parameters + model.hidden * (command == "rm")
     parts = {
         "weights": EXPORT_BYTES * exported + sum(p.stat().st_size for p in beside),
-        "state": _state_bytes(config, model, own),
+        "state": _state_bytes(config, model, own, frozen_values(config)),
     }
     if command == "train" and config.teacher.ema:
         parts["average"] = 4 * exported
@@ -55,9 +56,11 @@ def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
     return parts
 
 
-def _state_bytes(config: Config, model: ModelFacts, parameters: int) -> int:
-    """Return the bytes of the masters and optimizer states of a trained role: under LoRA of its factors."""
-    matrices, short_side = model.body_parameters - model.embedding_parameters, model.hidden
+def _state_bytes(config: Config, model: ModelFacts, parameters: int, frozen: tuple[int, int] = (0, 0)) -> int:
+    """Return the bytes of the masters and optimizer states of a trained role: under LoRA of its factors. frozen: the
+    values that are not trained, and those outside of layers among them."""
+    matrices, short_side = model.body_parameters - model.embedding_parameters - frozen[0] + frozen[1], model.hidden
+    parameters -= frozen[0]
     if (factors := trained_factors(config, model.folder)) is not None:
         parameters, matrices, short_side = factors.parameters, factors.parameters, factors.rank
     others, optim = parameters - matrices, config.optim

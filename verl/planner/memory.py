@@ -22,6 +22,7 @@ from verl.config.devices import (
     on_cuda,
     rollout_dtype,
 )
+from verl.config.image_models import frozen_values
 from verl.config.lora_layers import factors_of, reads_codes, trained_factors
 from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.on_base import REWARD_MODEL, adapters_on_base
@@ -100,6 +101,7 @@ def role_items(
     if (adapter := adapters_on_base(config).get(role)) is not None and borrows:
         own = config.model.path
         factors = factors_of(adapter, find_model_folder(own), head=role == REWARD_MODEL)
+    frozen = frozen_values(config) if role == "actor" else (0, 0)
     work = RankWork(
         tokens=tokens,
         passes=passes,
@@ -113,6 +115,8 @@ def role_items(
         optimizer=config.optim.name,
         optimizer_options=config.optim.options,
         factors=factors.parameters if factors else None,
+        frozen=frozen[0],
+        frozen_outside=frozen[1],
         expert_factors=factors.of_experts if factors else 0,
         factors_rank=factors.rank if factors else 0,
         borrows=borrows,

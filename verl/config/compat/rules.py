@@ -240,6 +240,11 @@ def _positions(given: Given) -> Result:
     return {}
 
 
+def _freeze(given: Given) -> Result:
+    """Map freeze_vision_tower. What verl freezes contains the projector."""
+    return {"model.freeze": ["vision", "projector"]} if given.value(f"{ACTOR}freeze_vision_tower") else {}
+
+
 def _resume(given: Given) -> Result:
     mode, path = given.need("trainer.resume_mode"), given.value("trainer.resume_from_path")
     if mode == "path":
@@ -415,6 +420,7 @@ _OF_RUN = (
     _overlong,
     _context,
     _positions,
+    _freeze,
     _resume,
 )
 _RULES = (
