@@ -46,6 +46,7 @@ SECTIONS = (
     "publish",
     "router",
     "planner",
+    "mapping",
     "distill",
     "distill_steps",
     "agents",

@@ -19,10 +19,13 @@ from verl.names import did_you_mean
 if TYPE_CHECKING:
     from verl.config.load import Resolved
     from verl.config.overrides import VerlDefaults
+    from verl.config.schema import Config
     from verl.driver.launch import Finished
     from verl.track.console import LiveProgress
 
 Supervised = Literal["sft", "rm", "dpo"]
+PLACEMENT = ("cluster_file", "aim", "mean_tokens")
+"""Arguments of `verl plan` about the placement of roles on a cluster."""
 USAGE = """usage: verl VERB [key=value ...]
 
   train     recipe=NAME model.path=DIR ...     reinforcement learning (--replay STEP: recompute a recorded step)
@@ -34,7 +37,7 @@ USAGE = """usage: verl VERB [key=value ...]
   serve     model.path=DIR [serve.port=8000]   the model behind OpenAI's and vLLM's HTTP
   plan      (as train) [rollout_s=S update_s=S] every derived size and the memory, without loading anything; with the
             [card_gib=G]                       two times of a step also how they overlap; whether a card of G GiB
-                                               has the memory
+            [cluster_file=F]                   has the memory; the best placement of the roles on a cluster
   simulate  (as train) token_s=S sequence_s=S  the pace with this and other staleness, under a virtual clock: a decode
             update_s=S [publish_s=S]           step takes token_s, and sequence_s more for each sequence; answers
             mean_tokens=N sigma=X | from=RUN   of log-normal lengths, or those of a run, with its times
@@ -316,7 +319,7 @@ def plan_verb(args: list[str]) -> int:
     from verl.workers import host
 
     times = ("rollout_s", "update_s")
-    given, rest = _own_arguments(args, (*times, "card_gib"))
+    given, rest = _own_arguments(args, (*times, "card_gib", *PLACEMENT))
     resolved = _load(rest)
     validate(resolved.config)
     times_s = [_number(key, given[key], "the seconds of one step") for key in times if key in given]
@@ -333,7 +336,24 @@ def plan_verb(args: list[str]) -> int:
         print(card_line(resolved.config, plan, card))
     if times_s:
         print(pace_line(resolved.config, pace_of(resolved.config, *times_s)))
+    _print_placement(resolved.config, given)
     return 0
+
+
+def _print_placement(config: Config, given: Mapping[str, str]) -> None:
+    """Print the best placement on the cluster of a file, if one is given."""
+    from verl.planner.hardware import read_cluster
+    from verl.planner.placement import AIMS, best_placements, render, work_of
+
+    if not (named := [key for key in PLACEMENT if key in given]):
+        return
+    if "cluster_file" not in given:
+        raise Refused(f"{named[0]}={given[named[0]]} is of a placement: give cluster_file=FILE too")
+    if (aim := given.get("aim", AIMS[0])) not in AIMS:
+        raise Refused(f"aim={aim}: {' or '.join(AIMS)}")
+    mean = given.get("mean_tokens")
+    work = work_of(config, None if mean is None else _number("mean_tokens", mean, "the tokens of a mean answer"))
+    print(render(config, best_placements(config, read_cluster(Path(given["cluster_file"])), work, aim)))
 
 
 def simulate_verb(args: list[str]) -> int:

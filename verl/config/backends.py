@@ -223,10 +223,8 @@ def backend_of(config: Config, section: str) -> Backend:
 
 def engine_name(config: Config, section: str) -> str:
     """Return the name of the engine that `backend_of` returns the row of."""
-    c, engine = config.cluster, vars(config)[section].engine
-    if section == "sync" and (traits := traits_of(config.rollout.engine)).server:
-        return traits.weights_from if engine == "local" else engine
-    return _row(section, engine, c.backend, c.nodes * c.ranks_per_node, address_of(c.address))
+    c, engine, rollout = config.cluster, vars(config)[section].engine, config.rollout.engine
+    return _row(section, engine, rollout, c.backend, c.nodes * c.ranks_per_node, address_of(c.address))
 
 
 def address_of(given: str | None) -> str | None:
@@ -234,7 +232,9 @@ def address_of(given: str | None) -> str | None:
     return given or os.environ.get("RAY_ADDRESS") or None
 
 
-def _row(section: str, engine: str, cluster: str, ranks: int, address: str | None) -> str:
+def _row(section: str, engine: str, rollout: str, cluster: str, ranks: int, address: str | None) -> str:
+    if section == "sync" and (traits := traits_of(rollout)).server:
+        return traits.weights_from if engine == "local" else engine
     separate = cluster != "inproc" and (ranks > 1 if section == "model" else cluster == "ray")
     row = TABLES[section].get(engine, Backend(build=""))
     return (separate and ((address and row.across_machines) or row.across_processes)) or engine
@@ -290,7 +290,8 @@ def complete_options(values: dict[str, Any]) -> list[str]:
         elif key in values:
             ranks = values["cluster.nodes"] * values["cluster.ranks_per_node"]
             address = address_of(values["cluster.address"])
-            cls = import_object(table[_row(section, engine, values["cluster.backend"], ranks, address)].options)
+            row = _row(section, engine, values["rollout.engine"], values["cluster.backend"], ranks, address)
+            cls = import_object(table[row].options)
             found, wrong = _converted(key, values[key], cls, f"The options of the {engine} engine")
             values[key] = {field.name: field.default for field in dataclasses.fields(cls)} | found
             faults += wrong

@@ -1,0 +1,316 @@
+"""The placement of roles on devices: against an exhaustive search, cases computed by hand, and a cluster file."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from handmade_model import write_model, write_rows
+
+from bench.mapping import CLOSE, PUBLISHED, compared
+from verl.cli import PLACEMENT, main
+from verl.config.cluster import cluster_faults
+from verl.config.load import load_config
+from verl.errors import Refused
+from verl.planner.hardware import DEVICES, Nodes, read_cluster
+from verl.planner.latency import (
+    Division,
+    ModelSize,
+    StepWork,
+    Stored,
+    divisions,
+    generate_s,
+    held_bytes,
+    infer_s,
+    resharded_bytes,
+    summed_s,
+    update_s,
+)
+from verl.planner.mapping import (
+    Role,
+    Rules,
+    SetTimes,
+    Times,
+    device_counts,
+    partitions,
+    placements,
+    stages_of,
+    times_of,
+)
+from verl.planner.placement import best_placements, overrides, work_of
+
+SIZE = ModelSize(parameters=8e9, active_parameters=8e9, layers=32, hidden=4096, kv_width=1024)
+WORK = StepWork(sequences=256, prompt_tokens=512, response_tokens=512, updates=2)
+
+
+def nodes(count: int = 1, each: int = 8, *, price: float = 0.0, device: str = "A100-80") -> Nodes:
+    return Nodes(device=DEVICES[device], nodes=count, devices_per_node=each, network_gbs=25.0, price_per_hour=price)
+
+
+def role(name: str, *kinds: str, base: str | None = None) -> Role:
+    stage = {"generate": "answers", "infer": "experience", "train": "update"}
+    return Role(name=name, model=SIZE, calls=tuple((stage[kind], kind) for kind in kinds), base=base)  # type: ignore[misc]
+
+
+PPO = (role("actor", "generate", "train"), role("critic", "infer", "train"), role("ref", "infer"))
+
+
+def random_times(names: Sequence[str], cluster: Sequence[Nodes], seed: int) -> Times:
+    """Return made-up seconds: not all sets fit, and more devices are not always faster."""
+    draw, table = random.Random(seed), dict[tuple[tuple[str, ...], int, int], SetTimes | None]()
+    for size in range(1, len(names) + 1):
+        for chosen in itertools.combinations(names, size):
+            for group, at in enumerate(cluster):
+                for devices in device_counts(at):
+                    seconds = tuple(draw.uniform(0, 9) / devices**0.5 for _ in range(3))
+                    fits = draw.random() < 0.85
+                    table[chosen, group, devices] = SetTimes(devices=devices, seconds=seconds) if fits else None
+    return lambda roles, group, devices: table[tuple(sorted(roles)), group, devices]
+
+
+def exhaustive(names: Sequence[str], cluster: Sequence[Nodes], times: Times, cost: bool) -> tuple[float, float] | None:
+    """Return the best (seconds, price), or (price, seconds), of all sets on all numbers of devices of all groups."""
+    every, found = [(g, n) for g, at in enumerate(cluster) for n in device_counts(at)], list[tuple[float, float]]()
+    for sets in partitions(names):
+        for chosen in itertools.product(every, repeat=len(sets)):
+            used = [sum(n for g, n in chosen if g == group) for group in range(len(cluster))]
+            placed = [times(one, g, n) for one, (g, n) in zip(sets, chosen)]
+            if any(n > at.devices for n, at in zip(used, cluster)) or any(one is None for one in placed):
+                continue
+            step_s = sum(max(column) for column in zip(*(one.seconds for one in placed if one is not None)))
+            price = step_s * sum(n * at.price_per_hour for n, at in zip(used, cluster)) / 3600
+            found.append((price, step_s) if cost else (step_s, price))
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("cost", [False, True])
+def test_the_best_placement_is_that_of_an_exhaustive_search(cost: bool) -> None:
+    for seed in range(100):
+        count, kinds = 2 + seed % 3, 1 + seed % 2
+        names = [f"role{i}" for i in range(count)]
+        cluster = [nodes(1, 8 if kinds == 1 else 4, price=1.0 + 3 * i) for i in range(kinds)]
+        times, roles = random_times(names, cluster, seed), [role(name, "infer") for name in names]
+        best = exhaustive(names, cluster, times, cost)
+        found = placements(roles, cluster, times, "cost" if cost else "time")
+        assert (best is None) == (not found)
+        if best is not None:
+            got = (found[0].price, found[0].step_s) if cost else (found[0].step_s, found[0].price)
+            assert got == pytest.approx(best)
+
+
+def test_every_division_into_sets_is_tried_once() -> None:
+    for count, bell in ((0, 1), (1, 1), (2, 2), (3, 5), (4, 15), (5, 52)):
+        found = {frozenset(map(frozenset, sets)) for sets in partitions([str(i) for i in range(count)])}
+        assert len(found) == len([*partitions([str(i) for i in range(count)])]) == bell
+
+
+def test_a_step_is_the_sum_over_stages_of_the_slowest_set() -> None:
+    table = {("a",): (1.0, 5.0, 0.0), ("b",): (2.0, 1.0, 4.0), ("a", "b"): (3.0, 6.0, 4.0)}
+    found = placements(
+        [role("a", "infer"), role("b", "infer")],
+        [nodes(1, 2)],
+        lambda roles, group, devices: SetTimes(devices=devices, seconds=table[tuple(sorted(roles))]),
+    )
+    assert [(len(one.sets), one.step_s) for one in found] == [(2, 2 + 5 + 4), (1, 3 + 6 + 4)]
+
+
+def test_a_role_without_weights_of_its_own_is_with_its_base() -> None:
+    roles = (*PPO[:2], role("ref", "infer", base="actor"))
+    found = placements(roles, [nodes(2)], times_of(roles, [nodes(2)], Rules(work=WORK)))
+    assert found and all(any({"actor", "ref"} <= {*one.roles} for one in each.sets) for each in found)
+
+
+def test_stages_follow_the_calls_and_a_cycle_is_refused() -> None:
+    assert stages_of(PPO) == ("answers", "experience", "update")
+    back = Role(name="odd", model=SIZE, calls=(("update", "infer"), ("answers", "infer")))
+    with pytest.raises(Refused, match="wait for each other"):
+        stages_of((*PPO, back))
+
+
+def test_more_devices_are_never_slower_and_more_memory_loses_no_placement() -> None:
+    last, fitting = math.inf, -1
+    for count in (1, 2, 3, 4):
+        cluster = [nodes(count)]
+        found = placements(PPO, cluster, times_of(PPO, cluster, Rules(work=WORK)))
+        assert found[0].step_s <= last
+        last = found[0].step_s
+    for device in ("A100-40", "A100-80", "H200"):
+        found = placements(PPO, [nodes(1, device=device)], times_of(PPO, [nodes(1, device=device)], Rules(work=WORK)))
+        assert len(found) >= fitting
+        fitting = len(found)
+    assert fitting > 0
+
+
+def test_roles_that_share_devices_fit_together_or_not_at_all() -> None:
+    huge = [
+        Role(name=n, model=ModelSize(**{**_fields(SIZE), "parameters": 6e9}), calls=r.calls) for n, r in zip("ab", PPO)
+    ]
+    each = times_of(huge, [nodes(1, 2)], Rules(work=WORK))
+    assert each(("b",), 0, 2) is not None and each(("a", "b"), 0, 2) is None
+
+
+def _fields(size: ModelSize) -> dict[str, float]:
+    return {name: getattr(size, name) for name in size.__dataclass_fields__}
+
+
+def test_the_latencies_of_simple_cases_follow_by_hand() -> None:
+    at, one = nodes(), Division(1, 1, 1)
+    tokens, device = WORK.sequences * WORK.row_tokens, at.device
+    flops = 2 * SIZE.parameters + 2 * SIZE.layers * SIZE.hidden * WORK.row_tokens
+    alone = infer_s(SIZE, one, at, WORK, Stored())
+    assert alone == pytest.approx(tokens * flops / (1e12 * device.matrix_tflops * device.compute_share))
+    assert infer_s(SIZE, Division(1, 1, 8), at, WORK, Stored()) == pytest.approx(alone / 8)
+    assert held_bytes(SIZE, Division(2, 1, 4), True, Stored()) == pytest.approx(8e9 / 2 * (2 + 4 + 12 / 4))
+    assert held_bytes(SIZE, Division(2, 1, 4), True, Stored(sharded=True)) == pytest.approx(8e9 / 8 * (2 + 4 + 12))
+    assert held_bytes(SIZE, Division(2, 2, 1), False, Stored()) == pytest.approx(2 * 8e9 / 4)
+    # two nodes, a replica in each: each sends its share of all bytes over the network once
+    assert summed_s(SIZE, Division(8, 1, 2), nodes(2), 4.0) == pytest.approx(0.5 * 4 * 8e9 / (25e9 * 0.8))
+    assert summed_s(SIZE, Division(4, 1, 2), nodes(1), 4.0) == pytest.approx(0.5 * 4 * 2e9 / (300e9 * 0.8))
+    assert summed_s(SIZE, one, at, 4.0) == 0
+    more = update_s(SIZE, Division(1, 1, 8), nodes(1), WORK, Stored(sharded=True))
+    assert more > update_s(SIZE, Division(1, 1, 8), nodes(1), WORK, Stored())
+
+
+def test_answers_wait_for_room_and_a_device_without_any_generates_nothing() -> None:
+    row_bytes = SIZE.kv_bytes * WORK.row_tokens
+    whole = generate_s(SIZE, 1, 1, nodes(), WORK, 256 * row_bytes)
+    halves = generate_s(SIZE, 1, 1, nodes(), WORK, 128.5 * row_bytes)
+    assert whole is not None and halves is not None and whole < halves < 2 * whole
+    assert generate_s(SIZE, 1, 1, nodes(), WORK, 0.5 * row_bytes) is None
+
+
+def test_a_layer_stays_within_a_node_and_no_replica_is_idle() -> None:
+    for by in divisions(16, SIZE, nodes(2), sequences=4):
+        assert by.devices == 16 and by.tensor <= 8 and by.replicas <= 4 and SIZE.layers % by.pipeline == 0
+
+
+def test_bytes_between_update_and_answers_are_those_of_the_paper() -> None:
+    """Table 2 of HybridFlow: a device gathers what it lacks of its part, not the model."""
+    by = Division(8, 1, 2)
+    assert resharded_bytes(8e9, by, 2) == pytest.approx(2 * 8e9 * (8 - 2) / (2 * 8))
+    assert resharded_bytes(8e9, by, 2, whole=True) == pytest.approx(2 * 8e9 * 7 / 8)
+    assert resharded_bytes(8e9, by, 8) == 0
+
+
+def test_many_devices() -> None:
+    roles = (*PPO, role("reward", "infer"))
+    cluster, work = [nodes(32)], StepWork(sequences=8192, prompt_tokens=512, response_tokens=512, updates=1)
+    found = placements(roles, cluster, times_of(roles, cluster, Rules(work=work)))
+    assert len(found) == 15 and sum(one.times.devices for one in found[0].sets) <= 256
+
+
+def test_published_placements() -> None:
+    """Smaller clusters: all models together. Larger ones: the paper's halves are within a few percent."""
+    page = yaml.safe_load(PUBLISHED.read_text())
+    got = {tuple(row[:3]): compared(page, row) for row in page["rows"]}
+    assert all(one.same for (actor, _, devices), one in got.items() if actor == "13B" and devices <= 64)
+    assert all(one.gap is not None and one.gap <= CLOSE for (actor, _, _), one in got.items() if actor == "34B")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("[{device: H1OO}]", "device 'H1OO' is not known"),
+        ("[{device: mine, memory_gb: 24}]", "give its bandwidth_gbs, matrix_tflops, link_gbs"),
+        ("[{device: Ascend-910B}]", "has no bandwidth_gbs"),
+        ("[{device: H100, bandwidth_gbs: 0}]", "bandwidth_gbs=0: a number above 0"),
+        ("[{device: H100, nodes: 2}]", "2 nodes without network_gbs"),
+        ("[{device: H100, nodes: 1.5}]", "nodes=1.5: a whole number"),
+        ("[{device: H100, compute_share: 3}]", "a share is at most 1"),
+        ("[{device: H100, network_gb: 3}]", "'network_gb' is no figure"),
+        ("{device: H100}", "a list of node groups"),
+        ("[{device: [}]", "no cluster file that can be read"),
+    ],
+)
+def test_a_cluster_file_that_lacks_something_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(Refused, match=why):
+        read_cluster(path)
+
+
+def test_a_cluster_file_replaces_figures_and_names_new_devices(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(
+        "- {device: H100, nodes: 2, devices_per_node: 8, network_gbs: 50, compute_share: 0.4, price_per_hour: 2.5}\n"
+        "- {device: mine, memory_gb: 24, bandwidth_gbs: 900, matrix_tflops: 80, link_gbs: 16}\n"
+    )
+    first, second = read_cluster(path)
+    assert (first.devices, first.price_per_hour, first.device.compute_share) == (16, 2.5, 0.4)
+    assert first.device.flops == pytest.approx(0.4 * 989e12) and first.network == pytest.approx(0.8 * 50e9)
+    assert (second.devices, second.device.memory_gb, second.network_gbs) == (1, 24, 16)
+
+
+# -- a configured run --------------------------------------------------------------------------------------------------
+
+TWO_NODES = "- {device: H100, nodes: 2, devices_per_node: 8, network_gbs: 50, price_per_hour: 2.5}\n"
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the arguments of a run with a model of 7B parameters, whose numbers are a sparse file."""
+    folder = tmp_path_factory.mktemp("recipe")
+    sizes = {"layers": 28, "hidden": 3584, "ffn": 18944, "heads": 28, "kv_heads": 4, "vocab": 152064}
+    write_model(folder / "model", **sizes, tied=False)
+    rows = write_rows(folder / "rows.jsonl", 500)
+    data = [f"data.train_files=[{rows}]", f"data.eval_files=[{rows}]", f"run.root_dir={folder}"]
+    return ["recipe=gsm8k_grpo", f"model.path={folder / 'model'}", *data, "model.device=cuda"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("algorithm.name=ppo",),
+        ("algorithm.kl_loss_coef=0.001", "mean_tokens=200"),
+        ("algorithm.name=ppo", "model.lora.rank=32"),
+        ("rollout.engine=vllm", "rollout.python=/usr/bin/python3", "aim=cost"),
+    ],
+)
+def test_what_is_printed_configures_a_run(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(TWO_NODES)
+    assert main(["plan", *recipe, *more, f"cluster_file={tmp_path / 'cluster.yaml'}"]) == 0
+    printed = capsys.readouterr().out
+    line = next(line for line in printed.splitlines() if line.startswith("configure "))
+    own = [arg for arg in more if arg.partition("=")[0] not in PLACEMENT]
+    assert main(["plan", *recipe, *own, *shlex.split(line.removeprefix("configure ")), "cluster.address=auto"]) == 0
+    assert "placement" in printed and "slower" in printed
+
+
+def test_every_placement_of_a_run_configures_it(recipe: list[str]) -> None:
+    config = load_config([*recipe, "algorithm.name=ppo"]).config
+    at = Nodes(device=DEVICES["H100"], nodes=4, devices_per_node=8, network_gbs=50)
+    found = best_placements(config, [at], work_of(config))
+    assert len(found) > 5
+    for one in found:
+        given = [part.strip("'") for part in overrides(config, one)]
+        assert not [
+            *cluster_faults(
+                load_config([*recipe, "algorithm.name=ppo", *given, "cluster.address=auto"]).config, "train"
+            )
+        ]
+
+
+def test_a_model_that_fits_nowhere_is_one_line(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.yaml").write_text("- {device: L40S}\n")
+    assert main(["plan", *recipe, f"cluster_file={tmp_path / 'cluster.yaml'}"]) == 2
+    said = capsys.readouterr().err
+    assert "no placement fits 1 x L40S: actor needs" in said and "more devices" in said
+    assert main(["plan", *recipe, "aim=cost"]) == 2
+    assert "give cluster_file=FILE" in capsys.readouterr().err
+
+
+def test_the_cheapest_placement_costs_no_more_than_the_fastest(recipe: list[str]) -> None:
+    config = load_config(recipe).config
+    at = Nodes(device=DEVICES["H100"], nodes=4, devices_per_node=8, network_gbs=50, price_per_hour=2.0)
+    fast, cheap = (best_placements(config, [at], work_of(config), aim)[0].placement for aim in ("time", "cost"))
+    assert cheap.price < fast.price and fast.step_s < cheap.step_s

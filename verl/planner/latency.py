@@ -1,0 +1,203 @@
+"""The seconds and bytes of a role's calls on a number of devices: a roofline of products, memory reads and collectives.
+
+A call is computed by replicas of the model, each divided over `tensor` devices per layer and `pipeline` stages. Nothing
+overlaps: the estimates are upper bounds at the shares that a device reaches (`hardware.Device`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from verl.planner.hardware import Nodes
+
+ALL_REDUCE_S = 15e-6
+"""The seconds of an all-reduce of few bytes between devices of a node."""
+RESERVE = 0.1
+"""The share of a device's memory that is left to the allocator and the runtime."""
+ITEM_BYTES = 2
+"""The bytes of a weight, a hidden value, a key or a value when it is computed with (bfloat16)."""
+CHECKPOINTED_PASSES = 4
+"""Forward passes to which forward, recomputation and backward of a checkpointed update add up."""
+CHECKPOINTED_REDUCES = 6
+"""All-reduces over the tensor devices, per layer of such an update; a forward pass has two."""
+TENSOR = (1, 2, 4, 8, 16)
+PIPELINE = (1, 2, 4, 8)
+
+Kind = Literal["generate", "infer", "train"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSize:
+    """The sizes of a model."""
+
+    parameters: float
+    active_parameters: float
+    """The parameters with which a token is multiplied."""
+    layers: int
+    hidden: int
+    kv_width: int
+    """The numbers of a key, over all heads of a layer."""
+
+    @property
+    def kv_bytes(self) -> int:
+        """The bytes of the keys and values of a token."""
+        return 2 * ITEM_BYTES * self.layers * self.kv_width
+
+    def forward_flops(self, context: float) -> float:
+        """Return the operations of a forward pass per token, in rows of `context` tokens."""
+        return 2 * self.active_parameters + 2 * self.layers * self.hidden * context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """The work of a step."""
+
+    sequences: int
+    prompt_tokens: float
+    response_tokens: float
+    updates: int
+    """Optimizer steps."""
+    micro_tokens: float = 16384
+    """Tokens of a pass of one replica, at least those of a row."""
+
+    @property
+    def row_tokens(self) -> float:
+        return self.prompt_tokens + self.response_tokens
+
+    def passes(self, rows: int) -> int:
+        """Return the number of passes of a replica over this number of rows."""
+        return math.ceil(rows / max(1, int(self.micro_tokens / self.row_tokens)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """The bytes of a trained parameter beside its weight."""
+
+    gradient: float = 4
+    states: float = 12
+    """Of the optimizer, with the float32 master; divided over the replicas too."""
+    reduced: float = 2
+    """Of a gradient that is sent to be summed."""
+    sharded: bool = False
+    """Weights and gradients are divided over the replicas too: each pass gathers them, and each backward pass sums
+    (FSDP)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the devices of a role divide its model."""
+
+    tensor: int
+    pipeline: int
+    replicas: int
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.pipeline * self.replicas
+
+
+def divisions(devices: int, model: ModelSize, at: Nodes, sequences: int) -> Iterator[Division]:
+    """Yield the ways to divide a model over this number of devices: a layer over devices of one node, stages of equal
+    size, and no replica without a row of an update."""
+    for tensor in TENSOR:
+        for pipeline in PIPELINE:
+            replicas, rest = divmod(devices, tensor * pipeline)
+            fits = tensor <= at.devices_per_node and model.layers % pipeline == 0
+            if fits and not rest and 1 <= replicas <= sequences:
+                yield Division(tensor, pipeline, replicas)
+
+
+def held_bytes(model: ModelSize, by: Division, trained: bool, stored: Stored) -> float:
+    """Return the bytes of one device that a role holds between its calls."""
+    part = model.parameters / (by.tensor * by.pipeline)
+    held = ITEM_BYTES + (stored.gradient if trained else 0)
+    return (held * part) / (by.replicas if stored.sharded else 1) + trained * stored.states * part / by.replicas
+
+
+def activation_bytes(model: ModelSize, by: Division, work: StepWork) -> float:
+    """Return the bytes of one device for the inputs of checkpointed layers, of as many passes as there are stages, and
+    one layer that is computed again (34 bytes per hidden value, arXiv 2205.05198)."""
+    values = max(work.row_tokens, work.micro_tokens) * model.hidden / by.tensor
+    return ITEM_BYTES * values * model.layers + 34 * values
+
+
+def forward_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, sequences: float, reduces: float = 2) -> float:
+    """Return the seconds of a forward pass over all tokens of `sequences` sequences, without gathered weights.
+    reduces: all-reduces over the tensor devices of each layer."""
+    rows = math.ceil(sequences / by.replicas)
+    tokens = rows * work.row_tokens
+    products = tokens * model.forward_flops(work.row_tokens) / (by.tensor * by.pipeline * at.device.flops)
+    moved = 2 * (by.tensor - 1) / by.tensor * ITEM_BYTES * tokens * model.hidden
+    reduced = reduces * model.layers / by.pipeline * moved / at.link
+    passes = work.passes(rows)
+    return (passes + by.pipeline - 1) / passes * (products + reduced)
+
+
+def summed_s(model: ModelSize, by: Division, at: Nodes, item_bytes: float) -> float:
+    """Return the seconds in which replicas sum gradients and return weights: `item_bytes` per parameter, both together.
+    A ring moves them between nodes once if a node has several replicas of a part."""
+    if by.replicas == 1:
+        return 0.0
+    model_devices = by.tensor * by.pipeline
+    nodes = math.ceil(by.devices / at.devices_per_node)
+    if nodes == 1:
+        moved = (by.replicas - 1) / by.replicas * item_bytes * model.parameters / model_devices
+        return moved / at.link
+    on_node = min(1.0, at.devices_per_node / model_devices)  # the share of a model on one node
+    rings = max(1, nodes * on_node)  # nodes of one ring
+    return (rings - 1) / rings * item_bytes * model.parameters * on_node / at.network
+
+
+def infer_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, stored: Stored) -> float:
+    """Return the seconds of a forward pass over all rows of a step."""
+    gathers = work.passes(math.ceil(work.sequences / by.replicas)) if stored.sharded else 0
+    return forward_s(model, by, at, work, work.sequences) + gathers * summed_s(model, by, at, ITEM_BYTES)
+
+
+def update_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, stored: Stored) -> float:
+    """Return the seconds of the optimizer steps of a step, with checkpointed activations."""
+    sequences = work.sequences / work.updates
+    reduces = CHECKPOINTED_REDUCES / CHECKPOINTED_PASSES
+    passes = CHECKPOINTED_PASSES * forward_s(model, by, at, work, sequences, reduces=reduces)
+    states = 2 * stored.states * model.parameters / by.devices / at.device.read
+    sums, moved = 1, stored.reduced + ITEM_BYTES
+    if stored.sharded:  # weights are gathered for the forward and for the backward pass
+        sums, moved = work.passes(math.ceil(sequences / by.replicas)), stored.reduced + 2 * ITEM_BYTES
+    return work.updates * (passes + states + sums * summed_s(model, by, at, moved))
+
+
+def generate_s(
+    model: ModelSize, devices: int, tensor: int, at: Nodes, work: StepWork, room_bytes: float
+) -> float | None:
+    """Return the seconds of all answers by engines of `tensor` devices each; None if not one answer's keys and values
+    fit. room_bytes: of one device, for keys and values."""
+    engines = devices // tensor
+    share = math.ceil(work.sequences / engines)
+    most = int(tensor * room_bytes / (model.kv_bytes * work.row_tokens))
+    if most < 1:
+        return None
+    waves = math.ceil(share / most)
+    batch = math.ceil(share / waves)
+    context = work.prompt_tokens + work.response_tokens / 2
+    read = ITEM_BYTES * model.active_parameters + batch * context * model.kv_bytes
+    products = batch * model.forward_flops(context) / (tensor * at.device.flops)
+    step = max(read / (tensor * at.device.read), products) + (tensor > 1) * 2 * model.layers * ALL_REDUCE_S
+    prompts = share * work.prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops)
+    return prompts + waves * work.response_tokens * step
+
+
+def resharded_bytes(parameters: float, by: Division, tensor: int, whole: bool = False) -> float:
+    """Return the bytes that a device receives between an update and the next answers. whole: every device gathers the
+    model first; else it gathers the rest of the part that it computes with (HybridFlow, arXiv 2409.19256, table 2)."""
+    held = parameters / (by.tensor * by.pipeline)
+    wanted = parameters if whole else parameters / tensor
+    return ITEM_BYTES * max(0.0, wanted - held)
+
+
+def moved_per_s(by: Division, at: Nodes) -> float:
+    """Return the bytes per second that a device receives from those that hold the rest of its model: of its node, or
+    of other nodes if a model's parts are on several."""
+    inside = by.tensor * by.pipeline <= at.devices_per_node
+    return at.link if inside else at.network / at.devices_per_node

@@ -1,0 +1,209 @@
+"""`verl plan cluster_file=FILE`: the roles of a configured run on the devices of a cluster that need not exist.
+
+All models of a run have the same number of ranks and one layout (`parallel.*`), so each layout is tried, and
+`mapping.py` finds the sets of roles that share devices. Rows are at the limits of prompt and answer, unless the mean of
+an answer is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from verl.algorithms.presets import settled
+from verl.bounds import size_text
+from verl.config.adapter import teacher_models
+from verl.config.backends import traits_of
+from verl.config.cluster import NO_MODEL, REWARD_MODEL, placed_roles, roles_on_base
+from verl.config.lora_layers import trained_factors
+from verl.config.model_files import ModelFacts, describe_model
+from verl.config.schema import Config
+from verl.errors import Refused
+from verl.model_engine.optimizer_table import OPTIMIZERS
+from verl.planner.hardware import Nodes
+from verl.planner.latency import RESERVE, TENSOR, Division, ModelSize, StepWork, Stored, divisions, held_bytes
+from verl.planner.mapping import Aim, Placement, Role, Rules, placements, times_of
+from verl.planner.sizes import parameters_used
+
+OTHERS = 5
+"""The placements that are printed beside the best one."""
+MASTER_BYTES = 4
+AIMS: tuple[Aim, ...] = ("time", "cost")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A placement of a run."""
+
+    layout: Division
+    """Of every model."""
+    placement: Placement
+    at: Nodes
+
+
+def work_of(config: Config, answer_tokens: float | None = None) -> StepWork:
+    """Return the work of a step. answer_tokens: the mean of an answer, if it is known."""
+    s = config.step
+    return StepWork(
+        sequences=s.prompts_per_step * s.samples_per_prompt,
+        prompt_tokens=config.data.max_prompt_tokens,
+        response_tokens=answer_tokens or config.rollout.max_response_tokens,
+        updates=s.updates_per_step * s.epochs_per_step,
+        micro_tokens=s.max_tokens_per_microbatch,
+    )
+
+
+def roles_of(config: Config) -> tuple[Role, ...]:
+    """Return the models of a step with their calls; the rollout engines are a role of their own."""
+    policy, on_base = size_of(describe_model(config.model.path)), roles_on_base(config)
+    own = {"critic": config.critic.path, REWARD_MODEL: config.reward.model, **teacher_models(config)}
+    needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
+    infers = {need.role for need in needs}
+    roles = [Role(name="rollout", model=policy, calls=(("rollout", "generate"),))]
+    for name in (*(role for role in placed_roles(config) if role not in NO_MODEL), *on_base):
+        trained = name in ("actor", "critic")
+        infer = (("experience", "infer"),) if name in infers or not trained else ()
+        path = None if name in on_base else own.get(name)
+        roles.append(
+            Role(
+                name=name,
+                model=policy if path is None else size_of(describe_model(path)),
+                calls=(*infer, *((("update", "train"),) if trained else ())),
+                base="actor" if name in on_base else None,
+            )
+        )
+    return tuple(roles)
+
+
+def size_of(model: ModelFacts) -> ModelSize:
+    return ModelSize(
+        parameters=model.parameters,
+        active_parameters=parameters_used(model),
+        layers=model.layers,
+        hidden=model.hidden,
+        kv_width=model.kv_heads * model.head_dim,
+    )
+
+
+def stored_of(config: Config) -> Stored:
+    """Return the bytes of a trained parameter. Under LoRA they are those of the factors, per parameter of the base."""
+    share = 1.0
+    if (factors := trained_factors(config)) is not None:
+        share = factors.parameters / describe_model(config.model.path).parameters
+    states = MASTER_BYTES + OPTIMIZERS[config.optim.name].matrix_bytes
+    return Stored(gradient=4 * share, states=states * share, reduced=4 * share, sharded=True)
+
+
+def best_placements(config: Config, cluster: Sequence[Nodes], work: StepWork, aim: Aim = "time") -> list[Placed]:
+    """Return the best layout and devices of each division of the roles into sets, best first. Raise Refused with the
+    memory that is missing if no division fits."""
+    roles, stored = roles_of(config), stored_of(config)
+    engines = TENSOR if traits_of(config.rollout.engine).server else (1,)
+    best = dict[frozenset[tuple[str, ...]], Placed]()
+    for at in cluster:  # models of a run are on devices of one kind
+        for layout in layouts(config, at):
+            rules = Rules(work=work, stored=stored, layout=layout, engines=engines)
+            for one in placements(roles, [at], times_of(roles, [at], rules), aim):
+                sets = frozenset(each.roles for each in one.sets)
+                if sets not in best or _key(one, aim) < _key(best[sets].placement, aim):
+                    best[sets] = Placed(layout=layout, placement=one, at=at)
+    if not best:
+        raise Refused(_nothing_fits(config, roles, cluster, stored))
+    return sorted(best.values(), key=lambda placed: _key(placed.placement, aim))
+
+
+def _key(one: Placement, aim: Aim) -> tuple[float, float, int]:
+    return (one.price, one.step_s, len(one.sets)) if aim == "cost" else (one.step_s, one.price, len(one.sets))
+
+
+def layouts(config: Config, at: Nodes) -> Iterator[Division]:
+    """Yield the layouts that a model of this run can have: ranks fill nodes, tensor ranks divide the heads, and each
+    data rank has a group of an update."""
+    model = describe_model(config.model.path)
+    groups = config.step.prompts_per_step // config.step.updates_per_step
+    inside = [n for n in range(1, at.devices_per_node) if at.devices_per_node % n == 0]
+    for ranks in (*inside, *(n * at.devices_per_node for n in range(1, at.nodes + 1))):
+        for by in divisions(ranks, size_of(model), at, groups):
+            if model.heads % by.tensor == 0 and model.kv_heads % by.tensor == 0:
+                yield by
+
+
+def _nothing_fits(config: Config, roles: Sequence[Role], cluster: Sequence[Nodes], stored: Stored) -> str:
+    """Return a line with the largest role, the memory that it lacks on all devices, and what helps."""
+    largest = max(
+        roles, key=lambda role: role.model.parameters * (2 + role.trained * (stored.gradient + stored.states))
+    )
+    at = max(cluster, key=lambda one: one.devices * one.device.memory_gb)
+    whole = held_bytes(largest.model, Division(1, 1, at.devices), largest.trained, stored)
+    missing = whole - (1 - RESERVE) * 1e9 * at.device.memory_gb
+    lacks = f"{size_text(int(missing))} more" if missing > 0 else "more, for activations, keys and values,"
+    return (
+        f"no placement fits {at.devices} x {at.device.name}: {largest.name} needs {lacks} on each device."
+        " Fix: more devices, model.lora.rank=32, or a shorter rollout.max_response_tokens"
+    )
+
+
+# -- as text -----------------------------------------------------------------------------------------------------------
+
+
+def render(config: Config, found: Sequence[Placed]) -> str:
+    """Return the best placement as a table, the overrides that configure it, and why the next ones are slower."""
+    best = found[0]
+    one, at, stages = best.placement, best.at, ("rollout", "experience", "update")
+    price = f", {one.price:.2f} per step" if one.price else ""
+    lines = [f"placement about {one.step_s:.3g} s per step{price} on {at.device.name} ({at.device.source})"]
+    rows = [("devices", "roles", "GiB held by each", *(f"{stage}, s" for stage in stages))]
+    for placed in one.sets:
+        seconds = [f"{s:.3g}" if s else "-" for s in placed.times.seconds]
+        roles = " + ".join(placed.roles)
+        rows.append((str(placed.times.devices), roles, f"{placed.times.held_bytes / 2**30:.1f}", *seconds))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines += ["          " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    lines += [f"configure {' '.join(overrides(config, best))}"]
+    for other in found[1 : OTHERS + 1]:
+        lines.append(f"slower    {_sets_text(other.placement)}: {_why(one, other.placement)}")
+    return "\n".join(lines)
+
+
+def _sets_text(one: Placement) -> str:
+    return " | ".join(f"{' + '.join(placed.roles)} on {placed.times.devices}" for placed in one.sets)
+
+
+def _why(best: Placement, other: Placement) -> str:
+    """Return how much longer a placement takes, and in which stage most of it."""
+    stages = ("rollout", "experience", "update")
+    by_stage = [
+        max(placed.times.seconds[i] for placed in other.sets) - max(placed.times.seconds[i] for placed in best.sets)
+        for i in range(len(best.sets[0].times.seconds))
+    ]
+    worst = max(range(len(by_stage)), key=lambda i: by_stage[i])
+    longer = f"{other.step_s / best.step_s - 1:+.0%}"
+    return f"{longer}, {by_stage[worst]:+.3g} s in {stages[worst]}"
+
+
+def overrides(config: Config, placed: Placed) -> list[str]:
+    """Return the arguments of verl that configure a placement."""
+    home = next(one for one in placed.placement.sets if "actor" in one.roles)
+    each = placed.at.devices_per_node
+    out = ["cluster.backend=ray", *_ranks("cluster.", home.times.devices, each)]
+    out += [
+        f"parallel.{name}={n}"
+        for name, n in (("tensor", placed.layout.tensor), ("pipeline", placed.layout.pipeline))
+        if n > 1
+    ]
+    pools, roles = list[str](), list[str]()
+    for i, one in enumerate(other for other in placed.placement.sets if other is not home):
+        name = one.roles[0] if len(one.roles) == 1 else f"pool{i}"
+        pools.append(f"{name}: {{{', '.join(r.replace('=', ': ') for r in _ranks('', one.times.devices, each))}}}")
+        roles += [f"{role}: {name}" for role in one.roles]
+    if pools:
+        out += [f"'cluster.pools={{{', '.join(pools)}}}'", f"'cluster.roles={{{', '.join(roles)}}}'"]
+    engines = next(one.times for one in placed.placement.sets if "rollout" in one.roles)
+    out.append(f"rollout.replicas={engines.devices // engines.engine_devices}")
+    if engines.engine_devices > 1:
+        out.append(f"rollout.engine_options.tensor_parallel_size={engines.engine_devices}")
+    return out
+
+
+def _ranks(prefix: str, devices: int, each: int) -> list[str]:
+    nodes = max(1, devices // each)
+    return [*([f"{prefix}nodes={nodes}"] if nodes > 1 else ()), f"{prefix}ranks_per_node={devices // nodes}"]
