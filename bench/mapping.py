@@ -22,7 +22,7 @@ from bench.report import write_section
 from bench.results import Table
 from verl.planner.hardware import DEVICES, Nodes
 from verl.planner.latency import ModelSize, StepWork, Stored
-from verl.planner.mapping import Placement, Role, Rules, placements, times_of
+from verl.planner.mapping import PlannedRole, RolePlacement, Rules, placements, times_of
 
 PUBLISHED = Path(__file__).parent / "published" / "hybridflow.yaml"
 CLOSE = 0.1
@@ -33,8 +33,8 @@ CLOSE = 0.1
 class Compared:
     """A row of the table."""
 
-    best: Placement
-    papers: Placement | None
+    best: RolePlacement
+    papers: RolePlacement | None
     """The best devices of the paper's sets; None: they do not fit."""
     same: bool
 
@@ -43,14 +43,14 @@ class Compared:
         return None if self.papers is None else self.papers.step_s / self.best.step_s - 1
 
 
-def roles_of(page: Mapping[str, Any], actor: str, critic: str) -> tuple[Role, ...]:
+def roles_of(page: Mapping[str, Any], actor: str, critic: str) -> tuple[PlannedRole, ...]:
     """Return the roles of PPO: the answers, what the other models compute of them, the updates."""
     own, other = (_size(page["models"][name]) for name in (actor, critic))
     return (
-        Role(name="actor", model=own, calls=(("generation", "generate"), ("training", "train"))),
-        Role(name="critic", model=other, calls=(("preparation", "infer"), ("training", "train"))),
-        Role(name="ref", model=own, calls=(("preparation", "infer"),)),
-        Role(name="reward", model=other, calls=(("preparation", "infer"),)),
+        PlannedRole(name="actor", model=own, calls=(("generation", "generate"), ("training", "train"))),
+        PlannedRole(name="critic", model=other, calls=(("preparation", "infer"), ("training", "train"))),
+        PlannedRole(name="ref", model=own, calls=(("preparation", "infer"),)),
+        PlannedRole(name="reward", model=other, calls=(("preparation", "infer"),)),
     )
 
 
@@ -84,11 +84,11 @@ def compared(page: Mapping[str, Any], row: Sequence[Any]) -> Compared:
     return Compared(found[0], papers, _sets(found[0]) == wanted)
 
 
-def _sets(placement: Placement) -> set[frozenset[str]]:
+def _sets(placement: RolePlacement) -> set[frozenset[str]]:
     return {frozenset(one.roles) for one in placement.sets}
 
 
-def _text(placement: Placement | None) -> str:
+def _text(placement: RolePlacement | None) -> str:
     if placement is None:
         return "does not fit"
     return " \\| ".join(f"{' + '.join(one.roles)} {one.times.devices}" for one in placement.sets)

@@ -33,7 +33,7 @@ from verl.planner.latency import (
     update_s,
 )
 from verl.planner.mapping import (
-    Role,
+    PlannedRole,
     Rules,
     SetTimes,
     Times,
@@ -53,9 +53,9 @@ def nodes(count: int = 1, each: int = 8, *, price: float = 0.0, device: str = "A
     return Nodes(device=DEVICES[device], nodes=count, devices_per_node=each, network_gbs=25.0, price_per_hour=price)
 
 
-def role(name: str, *kinds: str, base: str | None = None) -> Role:
+def role(name: str, *kinds: str, base: str | None = None) -> PlannedRole:
     stage = {"generate": "answers", "infer": "experience", "train": "update"}
-    return Role(name=name, model=SIZE, calls=tuple((stage[kind], kind) for kind in kinds), base=base)  # type: ignore[misc]
+    return PlannedRole(name=name, model=SIZE, calls=tuple((stage[kind], kind) for kind in kinds), base=base)  # type: ignore[misc]
 
 
 PPO = (role("actor", "generate", "train"), role("critic", "infer", "train"), role("ref", "infer"))
@@ -128,7 +128,7 @@ def test_a_role_without_weights_of_its_own_is_with_its_base() -> None:
 
 def test_stages_follow_the_calls_and_a_cycle_is_refused() -> None:
     assert stages_of(PPO) == ("answers", "experience", "update")
-    back = Role(name="odd", model=SIZE, calls=(("update", "infer"), ("answers", "infer")))
+    back = PlannedRole(name="odd", model=SIZE, calls=(("update", "infer"), ("answers", "infer")))
     with pytest.raises(Refused, match="wait for each other"):
         stages_of((*PPO, back))
 
@@ -149,7 +149,8 @@ def test_more_devices_are_never_slower_and_more_memory_loses_no_placement() -> N
 
 def test_roles_that_share_devices_fit_together_or_not_at_all() -> None:
     huge = [
-        Role(name=n, model=ModelSize(**{**_fields(SIZE), "parameters": 6e9}), calls=r.calls) for n, r in zip("ab", PPO)
+        PlannedRole(name=n, model=ModelSize(**{**_fields(SIZE), "parameters": 6e9}), calls=r.calls)
+        for n, r in zip("ab", PPO)
     ]
     each = times_of(huge, [nodes(1, 2)], Rules(work=WORK))
     assert each(("b",), 0, 2) is not None and each(("a", "b"), 0, 2) is None

@@ -115,7 +115,7 @@ def _nodes(entry: Mapping[str, Any], where: str) -> Nodes:
     if unknown := [key for key in entry if key not in ("device", *_OF_NODES, *FIGURES)]:
         raise Refused(f"{where}: {unknown[0]!r} is no figure{did_you_mean(unknown[0], (*_OF_NODES, *FIGURES))}")
     name = str(entry.get("device"))
-    figures = {key: _positive(entry[key], key, where) for key in FIGURES if key in entry}
+    figures: dict[str, Any] = {key: _positive(entry[key], key, where) for key in FIGURES if key in entry}
     if any(figures.get(share, 1) > 1 for share in SHARES):
         raise Refused(f"{where}: a share is at most 1")
     known = DEVICES.get(name)

@@ -77,9 +77,9 @@ class Stored:
 
     gradient: float = 4
     states: float = 12
-    """Of the optimizer, with the float32 master; divided over the replicas too."""
+    """The bytes of the optimizer, with the float32 master; divided over the replicas too."""
     reduced: float = 2
-    """Of a gradient that is sent to be summed."""
+    """The bytes of a gradient that is sent to be summed."""
     sharded: bool = False
     """Weights and gradients are divided over the replicas too: each pass gathers them, and each backward pass sums
     (FSDP)."""

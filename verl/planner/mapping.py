@@ -38,7 +38,7 @@ Aim = Literal["time", "cost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Role:
+class PlannedRole:
     """A model of a step."""
 
     name: str
@@ -46,7 +46,7 @@ class Role:
     calls: tuple[tuple[str, Kind], ...]
     """(stage, what it computes there), in the order of the step."""
     base: str | None = None
-    """The role whose weights it computes with; it is then in that role's set."""
+    """The role that owns the weights with which it computes; it is then in that role's set."""
 
     @property
     def trained(self) -> bool:
@@ -73,7 +73,7 @@ class SetTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedSet:
     """A set of roles with its devices."""
 
     roles: tuple[str, ...]
@@ -83,20 +83,20 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class RolePlacement:
     """The best devices of one division of the roles into sets."""
 
-    sets: tuple[Placed, ...]
+    sets: tuple[PlacedSet, ...]
     step_s: float
     price: float
-    """Of a step; 0 if the cluster has no prices."""
+    """The price of a step; 0 if the cluster has no prices."""
 
 
 Times = Callable[[tuple[str, ...], int, int], SetTimes | None]
 """(roles of a set, index of the node group, devices) -> the set on them; None: it does not fit."""
 
 
-def stages_of(roles: Sequence[Role]) -> tuple[str, ...]:
+def stages_of(roles: Sequence[PlannedRole]) -> tuple[str, ...]:
     """Return the stages of a step in order. Raise Refused if two roles have them in opposite orders."""
     before = {(a, b) for role in roles for a, b in itertools.pairwise(_distinct(stage for stage, _ in role.calls))}
     names, out = list(_distinct(stage for role in roles for stage, _ in role.calls)), list[str]()
@@ -131,12 +131,14 @@ def device_counts(at: Nodes) -> list[int]:
     return [*inside, *(n * at.devices_per_node for n in range(1, at.nodes + 1))]
 
 
-def placements(roles: Sequence[Role], cluster: Sequence[Nodes], times: Times, aim: Aim = "time") -> list[Placement]:
+def placements(
+    roles: Sequence[PlannedRole], cluster: Sequence[Nodes], times: Times, aim: Aim = "time"
+) -> list[RolePlacement]:
     """Return the best placement of each division of the roles into sets that fits, best first. Raise Refused if there
     are more roles with weights of their own than devices, or no division fits."""
     names = tuple(role.name for role in roles)
     base = {role.name: role.base for role in roles if role.base is not None}
-    found = list[Placement]()
+    found = list[RolePlacement]()
     for sets in partitions(names):
         at = {name: i for i, one in enumerate(sets) for name in one}
         if any(at[name] != at.get(of) for name, of in base.items()) or len(sets) > total(cluster):
@@ -148,7 +150,7 @@ def placements(roles: Sequence[Role], cluster: Sequence[Nodes], times: Times, ai
 
 def _best_devices(
     sets: Sequence[tuple[str, ...]], cluster: Sequence[Nodes], times: Times, aim: Aim
-) -> Placement | None:
+) -> RolePlacement | None:
     """Return the best devices of these sets: a depth-first search over the devices of one set after the other, without
     branches that cannot become better than the best one."""
     choices = [_useful(one, cluster, times) for one in sets]
@@ -160,8 +162,8 @@ def _best_devices(
     if search.best is None:
         return None
     placed = dict(zip(order, search.best))
-    return Placement(
-        sets=tuple(Placed(roles=one, group=placed[i][0], times=placed[i][1]) for i, one in enumerate(sets)),
+    return RolePlacement(
+        sets=tuple(PlacedSet(roles=one, group=placed[i][0], times=placed[i][1]) for i, one in enumerate(sets)),
         step_s=search.best_s,
         price=search.best_price,
     )
@@ -233,7 +235,7 @@ class _Search:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a step computes, and how models may be divided."""
+    """The work of a step, and how models may be divided."""
 
     work: StepWork
     stored: Stored = field(default_factory=Stored)
@@ -243,9 +245,9 @@ class Rules:
     """The numbers of devices that a rollout engine can have."""
 
 
-def times_of(roles: Sequence[Role], cluster: Sequence[Nodes], rules: Rules) -> Times:
+def times_of(roles: Sequence[PlannedRole], cluster: Sequence[Nodes], rules: Rules) -> Times:
     """Return the function of the seconds of a set: the best division of each model over the devices of the set, of
-    those whose bytes fit together, and the best size of the engines that generate."""
+    those that fit into the memory together, and the best size of the engines that generate."""
     by_name, stages = {role.name: role for role in roles}, stages_of(roles)
     kept: dict[tuple[tuple[str, ...], int, int], SetTimes | None] = {}
     ways: dict[tuple[str, int, int], list[_Way]] = {}
@@ -279,7 +281,7 @@ class _Way:
     """By stage, without what it generates."""
 
 
-def _ways(role: Role, stages: Sequence[str], devices: int, at: Nodes, rules: Rules) -> list[_Way]:
+def _ways(role: PlannedRole, stages: Sequence[str], devices: int, at: Nodes, rules: Rules) -> list[_Way]:
     """Return the ways to divide a role's model, without those that are slower and larger than another."""
     work, stored, out = rules.work, rules.stored, list[_Way]()
     if role.generates_only:  # its copy of the weights is that of the engines
@@ -309,7 +311,12 @@ def _ways(role: Role, stages: Sequence[str], devices: int, at: Nodes, rules: Rul
 
 
 def _together(
-    roles: Sequence[Role], ways: Sequence[Sequence[_Way]], stages: Sequence[str], devices: int, at: Nodes, rules: Rules
+    roles: Sequence[PlannedRole],
+    ways: Sequence[Sequence[_Way]],
+    stages: Sequence[str],
+    devices: int,
+    at: Nodes,
+    rules: Rules,
 ) -> SetTimes | None:
     """Return the set with the ways of its roles that fit together and take the least time, None if none fit."""
     room = (1 - RESERVE) * 1e9 * at.device.memory_gb
@@ -339,7 +346,9 @@ def _together(
     return best
 
 
-def _generated(role: Role, way: _Way, devices: int, at: Nodes, rules: Rules, free: float) -> tuple[int, float] | None:
+def _generated(
+    role: PlannedRole, way: _Way, devices: int, at: Nodes, rules: Rules, free: float
+) -> tuple[int, float] | None:
     """Return the best size of an engine and the seconds in which all answers are generated, with the copy of the
     weights to the engines' layout; None if no answer's keys and values fit. free: bytes of a device."""
     model, by, out = role.model, way.division, list[tuple[float, int]]()

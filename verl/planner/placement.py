@@ -21,7 +21,7 @@ from verl.errors import Refused
 from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.planner.hardware import Nodes
 from verl.planner.latency import RESERVE, TENSOR, Division, ModelSize, StepWork, Stored, divisions, held_bytes
-from verl.planner.mapping import Aim, Placement, Role, Rules, placements, times_of
+from verl.planner.mapping import Aim, PlannedRole, RolePlacement, Rules, placements, times_of
 from verl.planner.sizes import parameters_used
 
 OTHERS = 5
@@ -31,12 +31,12 @@ AIMS: tuple[Aim, ...] = ("time", "cost")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class PlacedRun:
     """A placement of a run."""
 
     layout: Division
-    """Of every model."""
-    placement: Placement
+    """The division of every model."""
+    placement: RolePlacement
     at: Nodes
 
 
@@ -52,19 +52,19 @@ def work_of(config: Config, answer_tokens: float | None = None) -> StepWork:
     )
 
 
-def roles_of(config: Config) -> tuple[Role, ...]:
+def planned_roles(config: Config) -> tuple[PlannedRole, ...]:
     """Return the models of a step with their calls; the rollout engines are a role of their own."""
     policy, on_base = size_of(describe_model(config.model.path)), roles_on_base(config)
     own = {"critic": config.critic.path, REWARD_MODEL: config.reward.model, **teacher_models(config)}
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
     infers = {need.role for need in needs}
-    roles = [Role(name="rollout", model=policy, calls=(("rollout", "generate"),))]
+    roles = [PlannedRole(name="rollout", model=policy, calls=(("rollout", "generate"),))]
     for name in (*(role for role in placed_roles(config) if role not in NO_MODEL), *on_base):
         trained = name in ("actor", "critic")
         infer = (("experience", "infer"),) if name in infers or not trained else ()
         path = None if name in on_base else own.get(name)
         roles.append(
-            Role(
+            PlannedRole(
                 name=name,
                 model=policy if path is None else size_of(describe_model(path)),
                 calls=(*infer, *((("update", "train"),) if trained else ())),
@@ -93,25 +93,25 @@ def stored_of(config: Config) -> Stored:
     return Stored(gradient=4 * share, states=states * share, reduced=4 * share, sharded=True)
 
 
-def best_placements(config: Config, cluster: Sequence[Nodes], work: StepWork, aim: Aim = "time") -> list[Placed]:
+def best_placements(config: Config, cluster: Sequence[Nodes], work: StepWork, aim: Aim = "time") -> list[PlacedRun]:
     """Return the best layout and devices of each division of the roles into sets, best first. Raise Refused with the
     memory that is missing if no division fits."""
-    roles, stored = roles_of(config), stored_of(config)
+    roles, stored = planned_roles(config), stored_of(config)
     engines = TENSOR if traits_of(config.rollout.engine).server else (1,)
-    best = dict[frozenset[tuple[str, ...]], Placed]()
+    best = dict[frozenset[tuple[str, ...]], PlacedRun]()
     for at in cluster:  # models of a run are on devices of one kind
         for layout in layouts(config, at):
             rules = Rules(work=work, stored=stored, layout=layout, engines=engines)
             for one in placements(roles, [at], times_of(roles, [at], rules), aim):
                 sets = frozenset(each.roles for each in one.sets)
                 if sets not in best or _key(one, aim) < _key(best[sets].placement, aim):
-                    best[sets] = Placed(layout=layout, placement=one, at=at)
+                    best[sets] = PlacedRun(layout=layout, placement=one, at=at)
     if not best:
         raise Refused(_nothing_fits(config, roles, cluster, stored))
     return sorted(best.values(), key=lambda placed: _key(placed.placement, aim))
 
 
-def _key(one: Placement, aim: Aim) -> tuple[float, float, int]:
+def _key(one: RolePlacement, aim: Aim) -> tuple[float, float, int]:
     return (one.price, one.step_s, len(one.sets)) if aim == "cost" else (one.step_s, one.price, len(one.sets))
 
 
@@ -127,7 +127,7 @@ def layouts(config: Config, at: Nodes) -> Iterator[Division]:
                 yield by
 
 
-def _nothing_fits(config: Config, roles: Sequence[Role], cluster: Sequence[Nodes], stored: Stored) -> str:
+def _nothing_fits(config: Config, roles: Sequence[PlannedRole], cluster: Sequence[Nodes], stored: Stored) -> str:
     """Return a line with the largest role, the memory that it lacks on all devices, and what helps."""
     largest = max(
         roles, key=lambda role: role.model.parameters * (2 + role.trained * (stored.gradient + stored.states))
@@ -145,7 +145,7 @@ def _nothing_fits(config: Config, roles: Sequence[Role], cluster: Sequence[Nodes
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
-def render(config: Config, found: Sequence[Placed]) -> str:
+def render(config: Config, found: Sequence[PlacedRun]) -> str:
     """Return the best placement as a table, the overrides that configure it, and why the next ones are slower."""
     best = found[0]
     one, at, stages = best.placement, best.at, ("rollout", "experience", "update")
@@ -164,11 +164,11 @@ def render(config: Config, found: Sequence[Placed]) -> str:
     return "\n".join(lines)
 
 
-def _sets_text(one: Placement) -> str:
+def _sets_text(one: RolePlacement) -> str:
     return " | ".join(f"{' + '.join(placed.roles)} on {placed.times.devices}" for placed in one.sets)
 
 
-def _why(best: Placement, other: Placement) -> str:
+def _why(best: RolePlacement, other: RolePlacement) -> str:
     """Return how much longer a placement takes, and in which stage most of it."""
     stages = ("rollout", "experience", "update")
     by_stage = [
@@ -180,7 +180,7 @@ def _why(best: Placement, other: Placement) -> str:
     return f"{longer}, {by_stage[worst]:+.3g} s in {stages[worst]}"
 
 
-def overrides(config: Config, placed: Placed) -> list[str]:
+def overrides(config: Config, placed: PlacedRun) -> list[str]:
     """Return the arguments of verl that configure a placement."""
     home = next(one for one in placed.placement.sets if "actor" in one.roles)
     each = placed.at.devices_per_node
