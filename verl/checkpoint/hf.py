@@ -140,7 +140,12 @@ def _as_saved(
     """Yield the tensors by the names of a saved folder, experts one by one, as every serving engine reads them."""
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
-        parts = [(name, shape, 0)] if model is None else saved_as(model, name, shape)
+        try:
+            parts = [(name, shape, 0)] if model is None else saved_as(model, name, shape)
+        except OtherOrder:
+            assert model is not None
+            yield from ((part, of.contiguous()) for part, of in _reverted(model, name, tensor))
+            continue
         if len(parts) == 1:
             yield parts[0][0], tensor
             continue
@@ -180,20 +185,29 @@ def skeleton_of(config: Any) -> torch.nn.Module | None:
         return kind._from_config(config) if kind is not None else None
 
 
-def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return the tensors as which transformers saves this tensor of the model (experts one by one), in their order:
-    (name in the folder, shape, its first row in this tensor). A row is along the last dimension. Raise ValueError if a
-    saved tensor is no run of rows."""
+class OtherOrder(Refused):
+    """Raised for a tensor that transformers saves in another order, as the transposed experts of Qwen3-VL."""
+
+
+def _reverted(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return a tensor of the model as transformers saves it, by the names in the folder."""
     from transformers.core_model_loading import revert_weight_conversion
 
+    return revert_weight_conversion(model, {name: tensor}).items()  # type: ignore[arg-type]
+
+
+def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], int]]:
+    """Return the tensors as which transformers saves this tensor of the model (experts one by one), in their order:
+    (name in the folder, shape, its first row in this tensor). A row is along the last dimension. Raise OtherOrder if a
+    saved tensor is no run of rows."""
     if not math.prod(shape):
         return [(name, shape, 0)]
     rows = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], *([1] if shape else []))
     found = []
-    for part, of in revert_weight_conversion(model, {name: rows}).items():  # type: ignore[arg-type]
+    for part, of in _reverted(model, name, rows):
         first = int(of.reshape(-1)[0])
         if of.shape[-1:] != rows.shape[-1:] or not torch.equal(of.reshape(-1), torch.arange(first, first + of.numel())):
-            raise Refused(f"{name}: transformers saves it in an order that is none of its rows, as {part}")
+            raise OtherOrder(f"{name}: transformers saves it in an order that is none of its rows, as {part}")
         found.append((part, (*of.shape[:-1], *shape[-1:]), first))
     return sorted(found, key=lambda part: part[2])
 
@@ -215,9 +229,7 @@ def _check_names(names: set[str], tied: Mapping[str, str], model: torch.nn.Modul
     loading, that of its files."""
     of_files = _weight_names(source_dir)
     state = {} if model is None else model.state_dict()
-    saved = {
-        n: {part for part, _, _ in saved_as(model, n, tuple(t.shape))} for n, t in state.items() if model is not None
-    }
+    saved = {n: {part for part, _ in _reverted(model, n, t)} for n, t in state.items() if model is not None}
     of_modules = set[str]().union(*saved.values()) if model is not None else of_files
     if not of_modules:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import islice
@@ -271,7 +271,8 @@ class HfRunner:
     def drop_kv(self) -> int:
         layers = self._cache.layers if self._cache is not None else ()
         self._images.clear()
-        freed = sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if isinstance(t, Tensor))
+        kept = [t for layer in layers for t in _leaves(vars(layer).values()) if isinstance(t, Tensor)]
+        freed = sum(t.nbytes for t in kept)
         self._cache, self._mask = None, self._mask[:0]
         return freed
 
@@ -289,3 +290,12 @@ class HfRunner:
 
     def stats(self) -> dict[str, int]:
         return dict(self._counts)
+
+
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield the values, and those in lists and dicts among them, as layers keep states."""
+    for value in values:
+        if isinstance(value, dict | list):
+            yield from _leaves(value.values() if isinstance(value, dict) else value)
+        else:
+            yield value
