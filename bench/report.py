@@ -38,6 +38,7 @@ SECTIONS = (
     "breakdown",
     "gpu",
     "lora",
+    "vlm",
     "algorithms",
     "against",
     "workers",
