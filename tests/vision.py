@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,12 +72,14 @@ GRIDS = {"cat": (1, 4, 6), "dog": (1, 2, 8), "fox": (1, 6, 4)}
 """The rows and columns of patches of each image: four patches are one token."""
 
 
-def model(kind: str, **more: Any) -> Any:
-    """Return a model with random weights. more: further keys of its text configuration."""
-    config, make, text, tower = _KINDS[kind]
+def model(kind: str, *, tower: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    """Return a model with random weights. tower, more: further keys of its vision and of its text configuration."""
+    config, make, text, vision = _KINDS[kind]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return make(config(text_config=_TEXT | text | more, vision_config=_TOWER | tower, **_IDS)).float()
+        return make(
+            config(text_config=_TEXT | text | more, vision_config=_TOWER | vision | dict(tower or {}), **_IDS)
+        ).float()
 
 
 def pictures() -> dict[str, Picture]:
@@ -116,9 +118,10 @@ def rows() -> list[Sample]:
     return [Sample(**name, purpose="train", segments=row) for name, (_, row) in zip(names, given)]
 
 
-def own_logprobs(model: Any, sample: Sample, content: dict[str, Picture]) -> Tensor:
-    """Return the log-probs of a row's sampled tokens by the forward pass of transformers. It finds images by token id,
-    so images get an id here that the row does not have, and a sampled placeholder is text."""
+def own_logprobs(model: Any, sample: Sample, content: dict[str, Picture], banned: Sequence[int] = ()) -> Tensor:
+    """Return the log-probs of a row's sampled tokens by the forward pass of transformers, where the banned ids have
+    probability 0. It finds images by token id, so images get an id here that the row does not have, and a sampled
+    placeholder is text."""
     ids, kind, sampled, at = sample_ids(sample), np.zeros(sample.total_tokens, np.int64), [], 0
     spare = model.config.image_token_id = min({*range(VOCAB)} - {*ids.tolist()})
     for s in sample.segments:
@@ -131,7 +134,8 @@ def own_logprobs(model: Any, sample: Sample, content: dict[str, Picture]) -> Ten
         given["pixel_values"] = torch.cat([content[name].patches for name in sample.media])
         given["image_grid_thw"] = torch.tensor([content[name].grid for name in sample.media])
         given["mm_token_type_ids"] = torch.from_numpy(kind)[None]
-    logits = model(**given).logits[0].log_softmax(-1)
+    logits = model(**given).logits[0]
+    logits = logits.index_fill(-1, torch.tensor(banned, dtype=torch.int64), -torch.inf).log_softmax(-1)
     own: Tensor = logits[torch.tensor(sampled) - 1, torch.from_numpy(sample_ids(sample))[sampled]]
     return own
 
@@ -162,9 +166,10 @@ def encoded(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
     return out.getvalue()
 
 
-def image_folder(folder: Path, kind: str) -> Path:
-    """Write a model and the settings of its image processor, which keeps sides that are multiples of 4 pixels."""
-    model(kind).save_pretrained(folder)
+def image_folder(folder: Path, kind: str, **given: Any) -> Path:
+    """Write a model and the settings of its image processor, which keeps sides that are multiples of 4 pixels. given:
+    arguments of `model`."""
+    model(kind, **given).save_pretrained(folder)
     sizes = {"size": {"shortest_edge": 16, "longest_edge": 4096}}
     Qwen2VLImageProcessorPil(**sizes, patch_size=2, temporal_patch_size=1, merge_size=2).save_pretrained(folder)
     return folder

@@ -7,20 +7,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import vision_families
 from fakes import put
 from forked import run
+from test_memory import num_bytes
 from torch import Tensor
 from vision import GRIDS, image_folder, model, pictures, png, rows, stored
 
 from verl.algorithms.losses import nll
 from verl.batch import Batch, pack, part_of
+from verl.config.model_files import describe_model
+from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.model_engine import rank_engine
 from verl.model_engine.base import EngineContext, OneRank
+from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.options import Options
@@ -31,6 +38,7 @@ from verl.model_engine.torch_engine import build as build_torch
 from verl.models.multimodal import with_pictures
 from verl.models.pictures import Pictures
 from verl.objective import Term
+from verl.planner.memory import role_items
 from verl.transfer_queue.media import MemoryMedia
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.shared import build as build_queue
@@ -120,6 +128,28 @@ def test_ranks_compute_what_one_process_does(kind: str, case: str, folder: Path)
             torch.testing.assert_close(theirs["logprobs"], torch.cat(own), rtol=0, atol=1e-9)
         del theirs["logprobs"]
         assert not (wrong := different(theirs, expected)), (rank, wrong)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "internvl"])
+def test_further_families_over_two_ranks(kind: str) -> None:
+    given = vision_families.rows(kind)
+    of = [[i for i, row in enumerate(given) if bool(row.media) == has] for has in (False, True)]
+
+    def found_by(layout: Layout | None, rows_of: Sequence[int]) -> dict[str, Tensor]:
+        images = SimpleNamespace(blank=lambda: next(iter(vision_families.pictures(kind).values())))
+        settings = EngineSettings(
+            dtype="float64", optim=OptimSpec(lr=0.1), max_tokens_per_microbatch=100, pictures=cast(Pictures, images)
+        )
+        own = copy.deepcopy(vision_families.model(kind))
+        batch = with_pictures(pack(given), vision_families.pictures(kind), own.config)
+        weights = torch.rand(batch.num_loss_tokens, generator=torch.Generator().manual_seed(1))
+        batch = part_of(batch.with_columns({"w/loss": weights}), np.array(rows_of))
+        engine = TorchEngine(own, settings) if layout is None else ShardedEngine(own, settings, layout=layout)
+        found = computed(engine, batch)
+        return {name: t for name, t in found.items() if name != "logprobs"}
+
+    two, whole = CASES["FSDP"][0], found_by(None, sorted(of[0] + of[1]))
+    assert all(not different(theirs, whole) for theirs in run(2, lambda rank: found_by(two, of[rank]), timeout_s=60))
 
 
 def built(folder: Path, layout: Layout) -> TorchEngine:
@@ -231,3 +261,44 @@ def test_frozen_parts_get_no_gradient_on_any_rank(frozen: Any, folder: Path) -> 
     for theirs in on_ranks("qwen3_vl", folder, layout, of, freeze=frozen):
         del theirs["logprobs"]
         assert not different(theirs, expected)
+
+
+SIZES = {
+    "tiny": {},
+    "10M": dict(
+        hidden_size=256, intermediate_size=768, num_hidden_layers=6, num_attention_heads=4, head_dim=64, vocab_size=4000
+    ),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_plan_has_the_tensors_of_a_rank(size: str, tmp_path: Path) -> None:
+    """Weights, gradients and states of the optimizer, of the tower too, in one process and on each of two ranks."""
+    wide = dict(hidden_size=192, intermediate_size=512, out_hidden_size=256, depth=6) if size == "10M" else {}
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 8, 8]}} if wide else {}
+    image_folder(tmp_path, "qwen3_vl", tower=wide, **SIZES[size], **rope)
+    config = changed(Config(), {"model.path": str(tmp_path)})
+    facts = describe_model(str(tmp_path))
+    whole = load_causal_lm(tmp_path)
+    assert facts.parameters == sum(p.numel() for p in whole.parameters())
+    assert facts.encoder_parameters == sum(p.numel() for n, p in whole.named_parameters() if ".visual." in n)
+
+    def measured(layout: Layout, of: Sequence[int]) -> dict[str, int]:
+        context = EngineContext(
+            folder=tmp_path, optim=OptimSpec(lr=1e-2), dtype="float32", layout=layout, media=MemoryMedia()
+        )
+        engine = (rank_engine.build if layout.world_size > 1 else build_torch)(Options(), context)
+        engine.forward_backward(part_of(batch_of("qwen3_vl"), np.array(of)), NLL, 0, ())
+        found = {"weights": num_bytes(engine.local.trained().parameters())}
+        found["gradients"] = num_bytes(p.grad for p in engine.local.trained().parameters() if p.grad is not None)
+        engine.optim_step()
+        assert engine.optimizer is not None
+        states = (t for state in engine.optimizer.state.values() for t in state.values())
+        return found | {"optimizer states": num_bytes(states)}
+
+    two, one, of = *CASES["FSDP"][:1], Layout(world_size=1), CASES["FSDP"][1]
+    for layout, found in ((one, [measured(one, THREE)]), (two, run(2, lambda rank: measured(two, of[rank])))):
+        planned = role_items(config, "actor", layout, tokens=1)
+        for mine in found:
+            assert {n: planned[n] for n in mine} == pytest.approx(mine, rel=0.1)
+    assert planned["gathered layers"] >= 4 * facts.encoder_gathered > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from small_runs import metrics_of, same_tensors, small_args, small_run
 from transformers import AutoModelForImageTextToText
 from vision import model
 
+from verl.config.image_models import image_model_faults
 from verl.config.load import load_config
 from verl.config.validate import validate
 from verl.driver.assemble import context_of
@@ -61,7 +63,7 @@ def test_rows_of_text_train_its_language_model(folder: Path, arithmetic_data: Se
     "given, line",
     [
         ("model.lora.rank=4", "model.lora: model.path=.* is a qwen2_5_vl, a model that reads images, and its factors"),
-        ("rollout.engine=openai", "rollout.engine=openai: .*no server was tested with; use rollout.engine=native"),
+        ("rollout.engine=openai", "rollout.engine=openai: .*was not tested with it; use rollout.engine=native"),
         ("model.freeze=[projector,language,vision]", r"model.freeze=\[.*\]: nothing would be trained"),
         (
             "model.freeze=[vision] optim.options.lr={vision:1e-4}",
@@ -112,3 +114,27 @@ def test_the_key_of_the_public_verl_freezes_the_tower_with_its_projector(
     config = load_config(args).config
     assert config.model.freeze == ["vision", "projector"]
     assert trained(context_of(config), "actor").context.freeze == ("vision", "projector")
+
+
+@pytest.mark.parametrize("ranks, lines", [(1, 0), (2, 1)])
+def test_a_tower_that_ranks_cannot_divide_is_refused(
+    arithmetic_data: Sequence[Path], tmp_path: Path, ranks: int, lines: int
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llava", "vision_config": {"model_type": "pixtral"}})
+    )
+    over = ("cluster.backend=ray", f"cluster.ranks_per_node={ranks}")
+    found = [
+        *image_model_faults(
+            load_config(small_args(tmp_path, tmp_path, arithmetic_data, *over)).config, "train", samples=True
+        )
+    ]
+    assert len(found) == lines and all("use one rank (model.engine=torch)" in line for line in found)
+
+
+@pytest.mark.parametrize("engine, lines", [("native", 0), ("vllm", 0), ("sglang", 1), ("server", 1)])
+def test_servers_that_were_not_tested_with_it_are_refused(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, engine: str, lines: int
+) -> None:
+    config = load_config(small_args(tmp_path, folder, arithmetic_data, f"rollout.engine={engine}")).config
+    assert len([*image_model_faults(config, "train", samples=True)]) == lines

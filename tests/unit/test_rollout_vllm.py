@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import copy
 import json
 import stat
@@ -12,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from each import each
@@ -28,6 +31,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from vision import model, pictures
 
 from bench import environments
 from verl.checkpoint.safetensors_file import host_bytes
@@ -37,9 +41,13 @@ from verl.config.validate import validate
 from verl.errors import Refused
 from verl.nn.fp8 import quantise
 from verl.rollout.base import RolloutContext, ServerPlace
+from verl.rollout.embedded.images import RequestImages
 from verl.rollout.vllm import PLUGIN, Options, build, environment, memory, require_vllm, serve_command
+from verl.rollout.vllm_api import VllmApi
+from verl.rollout.vllm_images import vllm_features
 from verl.rollout.weight_format import format_of_server
 from verl.rollout.wire import version_of
+from verl.types import Medium
 from verl.weight_sync import shm
 from verl.weight_sync.base import checksum, saved_parts
 from verl.weight_sync.record import entry_of
@@ -105,6 +113,34 @@ def test_the_line_that_starts_it_on_a_cpu() -> None:
     assert "VLLM_USE_DEEP_GEMM_E8M0" not in environment({}, Options(), context())
     long = flags(Options(), max_context_tokens=9000, hf_config=Qwen3Config(max_position_embeddings=9000))
     assert (long["--max-model-len"], long["--max-num-batched-tokens"]) == ("9000", "9000")
+
+
+def test_a_server_gets_images_processed_and_does_not_normalise_them_again() -> None:
+    reads = model("qwen2_5_vl").config
+    found, text = flags(Options(), hf_config=reads), flags(Options())
+    assert {*found} - {*text} == {"--no-mm-device-do-normalize", "--mm-processor-cache-gb", "--skip-mm-profiling"}
+    assert {*text} - {*found} == {"--skip-tokenizer-init"}
+    with pytest.raises(ValueError, match="args.mm_device_do_normalize=True: vLLM would normalise the patches"):
+        flags(Options(args={"mm_device_do_normalize": True}), hf_config=reads)
+    cat, medium = pictures()["cat"], Medium("cat", 2, 6)
+    images = RequestImages((medium,), {"cat": cat}, np.zeros((3, 9)), {"cat": np.ones(6, bool)})
+    given = vllm_features(images, torch.bfloat16)
+    assert given["mm_hashes"] == {"image": ["cat"]}
+    assert given["mm_placeholders"] == {"image": [{"offset": 2, "length": 6}]}
+    (item,) = given["kwargs_data"]["image"]
+    sent = msgspec.msgpack.decode(base64.b64decode(item))
+    dtype, shape, patches = sent["pixel_values"]["data"]
+    assert (dtype, shape, patches.code) == ("bfloat16", [24, 12], 3)
+    assert patches.data == host_bytes(cat.patches.bfloat16())
+    assert np.frombuffer(sent["image_grid_thw"]["data"][2].data, np.int64).tolist() == [1, 4, 6]
+
+    async def answer(path: str, body: Any) -> Any:
+        sizes = {key: getattr(CONFIG, key) for key in ("vocab_size", "hidden_size", "num_hidden_layers")}
+        return {"results": [{"model": "/m", "normalises": True, **sizes}]}
+
+    assert asyncio.run(VllmApi().unlike(answer, "/m", CONFIG)) == "", "a model of text"
+    with pytest.raises(ValueError, match="normalises the patches .*; start it with --no-mm-device-do-normalize"):
+        asyncio.run(VllmApi(media=True).unlike(answer, "/m", CONFIG))
 
 
 def test_the_line_that_starts_it_on_a_gpu() -> None:

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from verl.checkpoint.adapter_export import write_adapter
 from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
 from verl.errors import Refused
+from verl.models.families import auto_class
 from verl.parameter_set import POLICY_SET, ParameterSet
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")  # beside the weights
@@ -180,7 +181,8 @@ def skeleton_of(config: Any) -> torch.nn.Module | None:
 
     with torch.device("meta"):
         if not config.architectures:
-            return transformers.AutoModelForCausalLM.from_config(config)
+            built: torch.nn.Module = auto_class(config).from_config(config)
+            return built
         kind = getattr(transformers, config.architectures[0], None)
         return kind._from_config(config) if kind is not None else None
 

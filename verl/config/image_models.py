@@ -6,13 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from verl.algorithms.sections import is_url
-from verl.config.backends import traits_of
+from verl.config.backends import engine_name, traits_of
 from verl.config.model_files import EMBEDDING, HEAD, find_model_folder, read_model_config, read_weight_headers
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.optimizer_table import LR, PARTS
 from verl.models.families import FAMILIES, Part, family_name
+from verl.rollout.traits import VLLM_IMAGES
+
+ON_ONE_RANK = ("llava with pixtral", "llava with clip_vision_model", "mistral3")
+"""Families that several ranks cannot train."""
 
 
 def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterator[str]:
@@ -27,15 +31,18 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     if kind is None:
         return
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
+    if kind in ON_ONE_RANK and engine_name(config, "model") != "torch":
+        why = "the states of whose tower's layers transformers finds by their class, which sharding changes"
+        yield f"model.engine={engine_name(config, 'model')}: {what}, {why}; use one rank (model.engine=torch)"
     if trained_by(config.model.lora) is not None:
         yield f"model.lora: {what}, and its factors are not trained here; leave it out"
     if command == "rm":
         yield f"verl rm: {what}, and has no head for scores; give a language model"
     if any(is_url(path) for path in config.teacher.roles().values()):
         yield f"teacher.path: {what}, which never samples placeholders; a server counts them: give a teacher's folder"
-    if samples and traits_of(config.rollout.engine).server:
-        fix = "use rollout.engine=native"
-        yield f"rollout.engine={config.rollout.engine}: {what}, which no server was tested with; {fix}"
+    able = traits_of(config.rollout.engine)
+    if samples and able.server and not (able.media and kind in VLLM_IMAGES):
+        yield f"rollout.engine={config.rollout.engine}: {what}, which was not tested with it; use rollout.engine=native"
 
 
 def _frozen_faults(config: Config, kind: str | None) -> Iterator[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import Refused
+from verl.models.families import FAMILIES, name_of
 
 _EXPERT = re.compile(r"\.experts\.\d+\.(?:gate_proj|up_proj|w1|w3|(down_proj|w2))\.")
 DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -28,6 +29,7 @@ _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
 _INTEGER_TABLES = ("_ids", "bias", "mask")  # positions and causal masks that some checkpoints store
 EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+_LAYER = re.compile(r".*?\.\d+\.")
 HEAD, SCORE = "lm_head.weight", "score.weight"
 """The heads of language models and of reward models."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -65,6 +67,10 @@ class ModelFacts:
     has_chat_template: bool
     model_type: str = ""
     """The family, as config.json names it."""
+    encoder_parameters: int = 0
+    """The number of `parameters` of the parts that encode images."""
+    encoder_gathered: int = 0
+    """Those of them that a rank has gathered at once: two layers, and all that is outside of layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +140,10 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         dtypes[tensor.quantised or tensor.dtype] += tensor.numel
     main_dtype = dtypes.most_common(1)[0][0]
     names = full.get("architectures") or [full.get("model_type", "unknown")]
+    encoder, at_once = _encoder(full, counted)
     return ModelFacts(
+        encoder_parameters=encoder,
+        encoder_gathered=at_once,
         folder=str(folder),
         architecture=str(names[0]),
         model_type=str(config.get("model_type", "")),
@@ -157,6 +166,19 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
         has_chat_template=bool(chat_template_of(Path(tokenizer_path).expanduser() if tokenizer_path else folder)),
     )
+
+
+def _encoder(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> tuple[int, int]:
+    """Return `encoder_parameters` and `encoder_gathered` of a model with these tensors."""
+    if (family := FAMILIES.get(name_of(config))) is None:
+        return 0, 0
+    sizes: Counter[str] = Counter()
+    for name, tensor in tensors.items():
+        if (part := family.part_of(name)) != "language":
+            layer = _LAYER.match(name) if part == "vision" else None
+            sizes[layer[0] if layer else ""] += tensor.numel
+    outside = sizes.pop("", 0)
+    return outside + sum(sizes.values()), outside + sum(sorted(sizes.values())[-2:])
 
 
 def _largest(tensors: Mapping[str, TensorHeader]) -> int:

@@ -66,7 +66,12 @@ class RankWork:
 
 def quantised_values(model: ModelFacts) -> int:
     """Return the number of values that are quantised in a frozen base: those of layers, without experts."""
-    return (model.body_parameters - model.embedding_parameters) // model.layers * model.layers - model.expert_parameters
+    return _layer_parameters(model) * model.layers - model.expert_parameters
+
+
+def _layer_parameters(model: ModelFacts) -> int:
+    """Return the parameters of a layer of the language model, with a share of those outside of layers."""
+    return (model.body_parameters - model.embedding_parameters - model.encoder_parameters) // model.layers
 
 
 def copies_weights(work: RankWork) -> bool:
@@ -120,8 +125,11 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         "compute copy of shards": 2 * copies * share.gathers * share.weights,  # in passes only
         "gathered embeddings": whole * share.outside // 4,
         # one layer beside the buffer of this or the next gathering: FSDP copies what only this rank has
-        "gathered layers": whole * share.gathers * (1 + share.cut) * share.dense // 4
-        + whole * share.gathers * (1 + share.experts_cut) * share.experts // 4,
+        "gathered layers": max(
+            whole * share.gathers * (1 + share.cut) * share.dense // 4
+            + whole * share.gathers * (1 + share.experts_cut) * share.experts // 4,
+            whole * share.gathers * model.encoder_gathered,  # before the layers of the language model
+        ),
         # of the previous gathering, until the next ended
         "kept buffer": whole * share.cut * max(share.outside, share.dense) // 4,
         "layer's compute copy": share.half * (share.dense + share.experts) // 4,
@@ -148,13 +156,13 @@ class _Share:
 
     def __init__(self, model: ModelFacts, layout: Layout, work: RankWork) -> None:
         self.layout, self.work, tensor = layout, work, layout.tensor
-        self.layer = (model.body_parameters - model.embedding_parameters) // model.layers
+        self.layer, encoder = _layer_parameters(model), model.encoder_parameters
         self.model_layers = model.layers
         self.layers = len(layers_of_stages(model.layers, layout.pipeline)[work.stage])
         whole = model.parameters if work.head else model.body_parameters
-        root = _outside_layers(model, layout, whole - self.layer * model.layers, work.stage)
+        root = _outside_layers(model, layout, whole - encoder - self.layer * model.layers, work.stage)
         sparse = model.expert_parameters // model.layers  # per layer: experts are not divided by tensor ranks
-        count, rest = self.layer * self.layers + root, sparse * self.layers
+        count, rest = self.layer * self.layers + root + encoder, sparse * self.layers
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
         outside = root // (layout.shard * tensor)
         still, still_outside = (n // (layout.shard * tensor) for n in (work.frozen, work.frozen_outside))

@@ -77,9 +77,10 @@ def card_line(config: Config, plan: Plan, card: CardFacts) -> str:
 def _model_line(m: ModelFacts) -> str:
     heads = f"{m.heads} heads" + (f" ({m.kv_heads} kv)" if m.kv_heads != m.heads else "")
     tied = ", tied embeddings" if m.tied else ""
+    encoder = f" ({m.encoder_parameters:,} encode images)" if m.encoder_parameters else ""
     return (
         f"{m.architecture}: {m.layers} layers, hidden {m.hidden}, {heads}, vocabulary {m.vocab:,}; "
-        f"{m.parameters:,} parameters{tied}; stored {size_text(m.stored_bytes)} {m.stored_dtype}"
+        f"{m.parameters:,} parameters{encoder}{tied}; stored {size_text(m.stored_bytes)} {m.stored_dtype}"
     )
 
 

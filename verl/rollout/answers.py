@@ -21,6 +21,7 @@ from verl.rollout.api import TokenBudget
 from verl.rollout.base import Completion, GenerateRequest, PartialAnswer, check_request, checked_ids
 from verl.rollout.calls import PendingCall, RunningCalls, first
 from verl.rollout.connection import ServerConnection
+from verl.rollout.embedded.images import ImageReader
 from verl.rollout.gate import ServerGate
 from verl.rollout.http import PAUSED, ServerGone, ServerLate, ServerRefused
 from verl.rollout.liveness import QUIET_S, LivenessWatch
@@ -48,6 +49,8 @@ class ServerAnswers:
         request."""
         context, begun, pending = self._connection.context, request.begun, self._calls.pending
         model, _ = self._adapters.served(request.id, request.parameters)
+        if request.sampling.banned and not self._connection.api.traits.media:
+            raise ValueError(f"{request.id}: banned={request.sampling.banned}: this server bans no ids")
         self._connection.check_weights("generate")
         request = replace(request, prompt_ids=checked_ids(request.id, request.prompt_ids, self._connection.vocab))
         room, decodes = context.max_context_tokens, context.decode is not None
@@ -56,6 +59,9 @@ class ServerAnswers:
         known = 0 if begun is None else len(begun.ids)
         self._watch.watch()
         try:
+            if request.media:
+                reader = ImageReader(context)
+                call.images = await asyncio.to_thread(reader.of, request.id, request.prompt_ids, request.media)
             return await self._with_retries(call)
         except (ServerRefused, ServerLate) as e:
             if (isinstance(e, ServerLate) or e.status >= 500) and (
@@ -140,6 +146,8 @@ class ServerAnswers:
         budget = TokenBudget(tokens=room - len(before.ids), vocab=connection.vocab, ends=ends)
         rest = reading.rest(api.traits.draws_by_position)
         body = api.body(call.model, call.server_id, prompt + before.ids, rest, budget)
+        if call.images is not None:
+            body |= api.image_fields(call.images, context.dtype)
         call.routed &= api.routable(body) and not sampling.stop  # an answer that ends at a stop string has no versions
         try:
             follow = request.begun is not None and api.traits.resumable_stream

@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,11 @@ from verl.weight_sync.base import (
     open_stream,
     with_whole_checksums,
 )
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.rollout.embedded.images import RequestImages
 
 SEGMENTS = "verl.weight_sync.shm:open_weights"
 
@@ -105,6 +110,10 @@ class Api:
     ) -> dict[str, Any]:
         """Return the body of a request. With `stream` true the same request is answered as a stream. Raise ValueError
         for settings that the server cannot follow."""
+        raise NotImplementedError
+
+    def image_fields(self, images: RequestImages, dtype: torch.dtype) -> dict[str, Any]:
+        """Return the further fields of the body of a request with images, for a server that computes in `dtype`."""
         raise NotImplementedError
 
     def read(self, drawn: ServerAnswer, answer: Any) -> None:

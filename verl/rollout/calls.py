@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.rollout.base import GenerateRequest
 from verl.rollout.connection import ServerConnection
+from verl.rollout.embedded.images import RequestImages
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 
 AGAIN_S = 0.05  # between two aborts of a request that may not have reached the server yet
@@ -23,6 +24,8 @@ class PendingCall:
     request: GenerateRequest
     model: str
     """The model's name at the server, or that of a LoRA set."""
+    images: RequestImages | None = None
+    """The images of its prompt."""
     version: int = -1
     """The version of the parameter set when it was sent."""
     server_id: str = ""

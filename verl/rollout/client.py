@@ -74,6 +74,8 @@ class ServedEngine(BaseEngine):
         self, ids: np.ndarray, *, temperature: float = 1.0, parameters: str = POLICY_SET.id, media: Media = ()
     ) -> np.ndarray:
         self._check_inputs("score", parameters, media)
+        if media:
+            raise ValueError(f"score: {len(media)} media, and a server scores text alone; remove them")
         return await self.answers.score(ids, temperature, parameters)
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 from verl.rollout.base import Traits
 
+VLLM_IMAGES = ("qwen2_5_vl",)
+"""The model types of which vLLM was given images."""
 VLLM = Traits(
     server=True,
     package="vllm",
@@ -17,6 +19,7 @@ VLLM = Traits(
     },
     score_temperatures=(0.0, 1.0),
     prefix_cache=True,
+    media=True,
     continues=True,
     resumable_stream=True,
     pause_modes=frozenset(("keep", "wait", "abort")),
@@ -36,6 +39,7 @@ VERL_SERVE = replace(
     VLLM,
     package="",
     public_keys={},
+    media=False,
     float32_head=False,
     fp8=False,
     lora_policy=False,

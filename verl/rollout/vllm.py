@@ -36,6 +36,7 @@ INSTALL = (
     "(in a checkout: make vllm-env)"
 )
 LEAST_BATCHED_TOKENS = 4096
+NO_NORM = "no-mm-device-do-normalize"
 MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib is given
 
 
@@ -100,6 +101,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.base import capabilities_of
     from verl.rollout.client import ServedEngine
     from verl.rollout.vllm_api import VllmApi
+    from verl.rollout.vllm_images import takes_images
 
     place = context.place
     assert place is not None, "a server has a place"
@@ -108,7 +110,9 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
         raise Refused(f"run.deterministic=true: {why}; set it to false, or rollout.engine=native")
     on_cpu = str(context.device) == "cpu"
     rank = lora_rank(options, context)
-    api = VllmApi(resumable_stream=options.stream_answers, lora_policy=options.lora_policy == "adapter")
+    reads = takes_images(context.hf_config) and context.pictures is not None
+    lora_policy = options.lora_policy == "adapter"
+    api = VllmApi(resumable_stream=options.stream_answers, lora_policy=lora_policy, media=reads)
     able = capabilities_of(
         api.traits,
         max_context_tokens=context.max_context_tokens,
@@ -202,6 +206,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
     from verl.nn.rope import first_lengths
     from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
+    from verl.rollout.vllm_images import takes_images
     from verl.rollout.weight_format import block_fp8
 
     on_cpu = str(context.device) == "cpu"
@@ -227,6 +232,9 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         "worker-extension-cls": "verl_weights.Extension",
         "enforce-eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
     }
+    if takes_images(context.hf_config):
+        del given["skip-tokenizer-init"]  # its classes of these models want a tokenizer, which no request uses
+        given |= _image_flags(options)
     overrides: dict[str, Any] = {"head_dtype": "float32"} if context.float32_head else {}
     if context.fp8:
         overrides["quantization_config"] = block_fp8(context.hf_config)
@@ -252,6 +260,14 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         given |= {"gpu-memory-utilization": options.gpu_memory_utilization, "enable-sleep-mode": True}
         given |= {} if options.block_size is None else {"block-size": options.block_size}
     return [python, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags(given, options.args)]
+
+
+def _image_flags(options: Options) -> dict[str, Any]:
+    """Return the flags of a server for a model that reads images, which come processed."""
+    if requested := [name for name in options.args or () if name.replace("_", "-").endswith("mm-device-do-normalize")]:
+        what = f"rollout.engine_options.args.{requested[0]}={(options.args or {})[requested[0]]}"
+        raise Refused(f"{what}: vLLM would normalise the patches of images, which verl did, once more; leave it out")
+    return {NO_NORM: True, "mm-processor-cache-gb": 0, "skip-mm-profiling": True}
 
 
 def environment(ours: Mapping[str, str], options: Options, context: RolloutContext) -> dict[str, str]:

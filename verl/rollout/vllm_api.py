@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,14 +15,21 @@ from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode
 from verl.rollout.http import ServerRefused
 from verl.rollout.traits import VERL_SERVE, VLLM
+from verl.rollout.vllm_images import vllm_features
 from verl.rollout.wire import NotUnderstood, ServerAnswer, prompt_scores
 from verl.types import Sampling
 from verl.weight_sync.base import Bucket, SyncError, WeightSource
+
+if TYPE_CHECKING:
+    import torch
+
+    from verl.rollout.embedded.images import RequestImages
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"  # the server adds it to a request's id, and an abort needs it
 COUNTED = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")  # metrics that grow with the work done
 WORDS = {"weights": "weights", "kv": "kv_cache"}  # the server's names of the parts that sleep
+NEVER = -1e30  # added to the logit of a banned id; JSON has no infinity
 LEFT_S = 5.0  # for ending an update in the middle
 FOLLOWED_S = 0.25  # between two events of a stream: the tokens since then are lost with a server
 ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
@@ -34,15 +41,20 @@ class VllmApi(Api):
 
     generate = GENERATE
 
-    def __init__(self, *, resumable_stream: bool = False, lora_policy: bool = True) -> None:
-        self.traits = replace(VLLM, resumable_stream=resumable_stream, lora_policy=lora_policy)
+    def __init__(self, *, resumable_stream: bool = False, lora_policy: bool = True, media: bool = False) -> None:
+        self.traits = replace(VLLM, resumable_stream=resumable_stream, lora_policy=lora_policy, media=media)
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
     ) -> dict[str, Any]:
         params = room.request_fields(sampling) | {"logprobs": 0, "detokenize": False}
         params |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
+        if sampling.banned:
+            params["logit_bias"] = dict.fromkeys(map(str, sampling.banned), NEVER)
         return {"model": model, "request_id": name, "token_ids": list(prompt), "sampling_params": params}
+
+    def image_fields(self, images: RequestImages, dtype: torch.dtype) -> dict[str, Any]:
+        return {"features": vllm_features(images, dtype)}
 
     def read(self, drawn: ServerAnswer, answer: Any) -> None:
         try:
@@ -105,6 +117,8 @@ class VllmApi(Api):
             workers = [found]
         for worker in workers:
             compare_loaded(sent, worker)
+        if self.traits.media:  # what the tower returned under older weights
+            await post("/reset_encoder_cache")
         found = await post("/reset_prefix_cache")
         if not isinstance(found, dict) or found.get("success") is False:
             raise SyncError(f"version {sent.version}: the server keeps prefixes of older weights ({found})")
@@ -133,6 +147,9 @@ class VllmApi(Api):
         if found.pop("splits", False):
             why = "a seeded request whose prefill is split would end it, as it runs on a CPU"
             raise Refused(f"this vLLM splits prefills: {why}; start it with --no-enable-chunked-prefill")
+        if found.pop("normalises", False) and self.traits.media:
+            why = "the patches of images, which verl did already"
+            raise Refused(f"this vLLM normalises {why}; start it with --no-mm-device-do-normalize")
         name, ours = found.pop("model"), {key: getattr(config, key, size) for key, size in found.items()}
         differ = [f"{key}={size} and not {ours[key]}" for key, size in found.items() if size != ours[key]]
         return f"{name} has {', '.join(differ)}" if differ else ""

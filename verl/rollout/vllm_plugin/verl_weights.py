@@ -195,7 +195,8 @@ class Extension:
 
     def served_model(self) -> dict[str, Any]:
         """Return the model's folder and its sizes by their names in config.json. `splits` is true if a prefill may be
-        split over steps: a seeded request would then end this server. `float32` has the names of the parameters that
+        split over steps: a seeded request would then end this server. `normalises` is true if the patches of images are
+        normalised here. `float32` has the names of the parameters that
         this worker keeps in float32, though its model has another dtype, without the scales of quantised weights."""
         whole = self.vllm_config  # type: ignore[attr-defined]
         config, sizes = whole.model_config, ("vocab_size", "hidden_size", "num_hidden_layers")
@@ -203,4 +204,6 @@ class Extension:
         found = {key: getattr(config.hf_text_config, key) for key in sizes}
         every = self.get_model().named_parameters() if config.dtype != torch.float32 else ()  # type: ignore[attr-defined]
         kept = [_plain(name) for name, t in every if t.dtype == torch.float32 and not name.endswith(SCALES)]
-        return {"model": config.model, "splits": splits, "float32": kept, **found}
+        images = config.multimodal_config
+        normalises = images is not None and bool(images.mm_device_do_normalize)
+        return {"model": config.model, "splits": splits, "normalises": normalises, "float32": kept, **found}
