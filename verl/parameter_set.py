@@ -35,6 +35,8 @@ class ParameterSet:
     """The factor of B A x: alpha / rank in PEFT's terms."""
     targets: tuple[str, ...] = ()
     """The modules, and tensors of experts, that have factors, by their names in the model."""
+    replaced: tuple[str, ...] = ()
+    """The weights of the full set that it has whole, by their names in the model."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -59,6 +61,11 @@ class ParameterSet:
             above, _, tensor = module.rpartition(".")
             above += ".base_layer" if tensor == GATE_UP and f"{above}.{DOWN}" in self.targets else ""
         return f"base_model.model.{above}.lora_A.weight", f"base_model.model.{above}.lora_B.weight"
+
+    @staticmethod
+    def whole_name(weight: str) -> str:
+        """Return PEFT's name of a weight that the set has whole."""
+        return f"base_model.model.{weight}"
 
     @property
     def experts(self) -> bool:

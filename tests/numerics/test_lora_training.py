@@ -87,7 +87,7 @@ def as_peft(peft, ours, model, spec=SPEC):
 def peft_values(e, of=lambda p: p):
     """(PEFT's name, a factor or `of` it in PEFT's form) of all factors of an engine."""
     named = {n: of(p) for n, p in e.model.named_parameters() if is_factor(n)}
-    for name, value in e.local.lora.factors(named):
+    for name, value in e.local.lora.tensors(named):
         if value is not None and value.dim() == 3:
             columns = (column for j in range(value.shape[2]) for column in value[:, :, j])
             value = torch.cat([*value]) if "lora_A" in name else torch.stack([*columns], dim=1)

@@ -28,14 +28,18 @@ def as_peft(name: str, factor: Tensor) -> Tensor:
 
 def write_adapter(directory: Path, parameters: ParameterSet, base: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Write adapter_config.json and the tensors, one at a time. parameters: the LoRA set · base: the folder of its base
-    model · tensors: (PEFT's name, tensor), all of one dtype. A reward model's head is written whole."""
+    model · tensors: (PEFT's name, tensor), all of one dtype. Weights that the set replaces, and a reward model's head,
+    are written whole."""
     names = [ADAPTER_SCORE, *(name for module in parameters.targets for name in parameters.factors(module))]
+    names += map(parameters.whole_name, parameters.replaced)
     with closing(Shard(directory / f"{WEIGHTS}.part", names)) as shard:
         for name, tensor in tensors:
             shard.add(name, as_peft(name, tensor))
         shard.finish()
     shard.path.rename(directory / WEIGHTS)
     config = peft_config(parameters, str(base)) | {"task_type": "CAUSAL_LM"}
+    if modules := [*dict.fromkeys(name.rpartition(".")[0] for name in parameters.replaced)]:
+        config["modules_to_save"] = modules
     if ADAPTER_SCORE in shard.names:
-        config |= {"task_type": "SEQ_CLS", "modules_to_save": [SCORE_WEIGHT.partition(".")[0]]}
+        config |= {"task_type": "SEQ_CLS", "modules_to_save": [*modules, SCORE_WEIGHT.partition(".")[0]]}
     (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -16,6 +16,7 @@ from verl.checkpoint.score import ADAPTER_SCORE, classifier_tensors
 from verl.model_engine.base import WeightPart, whole_part
 from verl.model_engine.hf_model import refuse_altered_logits, saved_weights, switch_dropout_off
 from verl.model_engine.lora import LoraLayers, is_factor
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.offload import own_storage
 from verl.model_engine.optim import grad_norm
 from verl.model_engine.settings import EngineSettings
@@ -47,8 +48,7 @@ class LocalModel:
         self.value_head = None if s.head == "lm" else ValueHead(self.hidden_size, bias=s.head == "value").to(master)
         if s.score is not None and self.value_head is not None:
             self.value_head.weight.data.copy_(s.score)
-        scored = s.head == "score" and s.optim is None
-        self.lora = None if s.lora is None else LoraLayers(self.model, s.lora, s.base, head=scored)
+        self.lora = None if s.lora is None else self._lora_of(s.lora)
         checkpoint_layers(self.model, s.gradient_checkpointing)
         for p in self.trained().parameters():
             p.requires_grad_(False)
@@ -59,6 +59,11 @@ class LocalModel:
             self.lora.fill(dict(self.model.named_parameters()), self.start_factor)
         self.model.train(s.optim is not None)
         switch_dropout_off(self.model)
+
+    def _lora_of(self, spec: LoraSpec) -> LoraLayers:
+        s, trains = self.settings, self.settings.optim is not None
+        scored = s.head == "score" and not trains
+        return LoraLayers(self.model, spec, s.base, head=scored, trains=trains, body=s.head != "lm")
 
     def _place(self) -> None:
         """Move the model, which was loaded in host memory, to the device on which it computes."""
@@ -78,12 +83,13 @@ class LocalModel:
         return nn.ModuleDict({"model": self.model.base_model, "value_head": self.value_head})
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters by name: under LoRA the factors and the value head, else those of the parts
-        that are not frozen."""
+        """Return the trained parameters by name: under LoRA the factors, the weights that are trained whole, and the
+        value head, else those of the parts that are not frozen."""
         every = dict(self.trained().named_parameters())
         if self.lora is None:
             return {name: p for name, p in every.items() if self.part_of(name) not in self.settings.freeze}
-        return {name: p for name, p in every.items() if is_factor(name) or name.startswith("value_head.")}
+        whole = {id(p) for name, p in self.model.named_parameters() if name in self.lora.parameters.replaced}
+        return {n: p for n, p in every.items() if is_factor(n) or id(p) in whole or n.startswith("value_head.")}
 
     def part_of(self, name: str) -> Part | None:
         """Return the part of a model that reads images to which a parameter belongs; None: it is of another model, or
@@ -178,7 +184,7 @@ class LocalModel:
     def at_start(self) -> AbstractContextManager[None]:
         """Return a context in which the model computes as before training: LoRA keeps those weights."""
         assert self.lora is not None, "all weights are trained, and those of the start are not kept"
-        return self.lora.at_start()
+        return self.lora.at_start(dict(self.model.named_parameters()))
 
     def start_factor(self, p: Tensor, whole: Tensor) -> Tensor:
         """Return what a pass as of the start computes with. p: a factor of LoRA · whole: the value that it starts
@@ -191,13 +197,13 @@ class LocalModel:
         return nullcontext() if self.lora is None else self.lora.off()
 
     def exported(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the tensors of a checkpoint's folder for other programs: the weights, or the factors of LoRA by PEFT's
+        """Yield the tensors of a checkpoint's folder for other programs: the weights, or those of the LoRA set by PEFT's
         names."""
         if self.lora is None:
             return self.named_weights()
-        factors = self.lora.factors(dict(self.model.named_parameters()))
+        tensors = self.lora.tensors(dict(self.model.named_parameters()))
         head = self.value_head if self.settings.head == "score" else None
-        return factors if head is None else chain(factors, [(ADAPTER_SCORE, head.weight)])
+        return tensors if head is None else chain(tensors, [(ADAPTER_SCORE, head.weight)])
 
     def whole(self, p: Tensor) -> Tensor:
         """Return the whole of a parameter, of which this process may have a part only."""

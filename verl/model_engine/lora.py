@@ -2,7 +2,9 @@
 
 A layer computes W x + scale * B A x with the factors A [rank, in] and B [out, rank], which are parameters of the layer
 with the names lora_A and lora_B. They are therefore gathered, cut and moved with the layer's weight. Those of a tensor
-of experts are [experts, rank, in] and [experts, out, rank], with its name before theirs (gate_up_proj_lora_A)."""
+of experts are [experts, rank, in] and [experts, out, rank], with its name before theirs (gate_up_proj_lora_A).
+
+Weights that are trained whole beside the factors are the model's own; their values at the start are kept."""
 
 from __future__ import annotations
 
@@ -20,13 +22,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from verl.config.adapter import WEIGHTS, factors_alone
+from verl.config.adapter import WEIGHTS, factors_alone, read_adapter
 from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
-from verl.model_engine.lora_spec import LoraSpec, check_rank, target_modules
+from verl.model_engine.lora_spec import LoraSpec, check_rank, check_saved, saved_weights, target_modules
 from verl.nn.expert_lora import add_to_experts, experts_of, from_peft
 from verl.nn.lora import layer_size, with_product
-from verl.nn.quant_linear import ROUTERS
+from verl.nn.quant_linear import ROUTERS, quantised_layers
 from verl.parameter_set import POLICY_SET, ParameterSet, is_experts
 
 A, B = "lora_A", "lora_B"
@@ -40,20 +42,36 @@ class LoraLayers:
     """The layers of a model with factors, and whether they are used.
 
     model: an instantiated causal LM, which may be without storage · base: its folder, for an adapter to start from ·
-    head: that adapter has the head of a reward model too, which is not read here"""
+    head: that adapter has the head of a reward model too, which is not read here · trains: the set is trained ·
+    body: the model's output head is not, since another one is"""
 
-    def __init__(self, model: Any, spec: LoraSpec, base: Path | None = None, *, head: bool = False) -> None:
-        self._spec, self._start = spec, dict[str, Tensor]()
+    def __init__(
+        self,
+        model: Any,
+        spec: LoraSpec,
+        base: Path | None = None,
+        *,
+        head: bool = False,
+        trains: bool = True,
+        body: bool = False,
+    ) -> None:
+        self._spec, self._start, self._kept = spec, dict[str, Tensor](), dict[str, Tensor]()
         self._at: Factors = "trained"
+        coded = [f"{name}.weight" for name in quantised_layers(model)]
         if spec.path is not None:
             assert base is not None, "an adapter is read on top of the folder of its base"
             path = Path(spec.path).expanduser()
-            self.parameters, self._start = read_lora(TRAINED_SET, path, base, head=head)
+            found, self._start = read_lora(TRAINED_SET, path, base, head=head, whole=trains)
         else:
             targets = target_modules(spec, *_linears(model), model=type(model).__name__, fused=experts_of(model))
-            self.parameters = ParameterSet(
-                id=TRAINED_SET, kind="lora", base="", rank=spec.rank, scale=spec.scale, targets=targets
+            every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+            saved = saved_weights(spec, [*every, *coded], type(model).__name__)
+            found = ParameterSet(
+                id=TRAINED_SET, kind="lora", base="", rank=spec.rank, scale=spec.scale, targets=targets, replaced=saved
             )
+        check_saved(found.replaced, found.targets, type(model).__name__, tied=_tied(model), coded=coded)
+        inside = f"{model.base_model_prefix}." if body else ""
+        self.parameters = replace(found, replaced=tuple(n for n in found.replaced if n.startswith(inside)))
         self._targets, self._turned = frozenset(self.parameters.targets), set[str]()
         for target in self.parameters.targets:
             self._add(model, target)
@@ -121,13 +139,30 @@ class LoraLayers:
         return with_product(output, inputs[0], a, b, self.parameters.scale)
 
     def off(self) -> AbstractContextManager[None]:
-        """Return a context in which the model computes with its own weights only."""
+        """Return a context in which the model adds no factors, and computes with its weights as they are."""
         return self._using("none")
 
-    def at_start(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def at_start(self, named: Mapping[str, Tensor]) -> Iterator[None]:
         """Return a context in which the model computes as before training: with the adapter that it started from, if
-        there is one, else with its own weights only."""
-        return self._using("start" if self._start else "none" if self._spec.path is None else "trained")
+        there is one, else with its own weights only. named: its parameters, of which those that are trained whole have
+        their first values meanwhile."""
+        which: Factors = "start" if self._start else "none" if self._spec.path is None else "trained"
+        self._exchange(named)
+        try:
+            with self._using(which):
+                yield
+        finally:
+            self._exchange(named)
+
+    @torch.no_grad()
+    def _exchange(self, named: Mapping[str, Tensor]) -> None:
+        """Exchange the values of the weights that are trained whole and those that are kept."""
+        for name, kept in self._kept.items():
+            mine, _ = part_and_place(named[name])
+            present = mine.clone()
+            mine.copy_(kept)
+            kept.copy_(present)
 
     @contextmanager
     def _using(self, which: Factors) -> Iterator[None]:
@@ -158,6 +193,12 @@ class LoraLayers:
                     mine.zero_()
                 else:
                     mine.copy_(_drawn(p.shape, self._spec.seed, target)[index])
+        for name in self.parameters.replaced:
+            if (p := into.get(name)) is not None:
+                mine, index = part_and_place(p)
+                if (own := self.parameters.whole_name(name)) in self._start:
+                    mine.copy_(self._start[own][index])
+                self._kept[name] = mine.detach().clone()
         self._start = start
 
     def merged(self, name: str, weight: Tensor, factors: Callable[[str], Tensor], index: Index | None = None) -> Tensor:
@@ -180,11 +221,14 @@ class LoraLayers:
         product = product.T if name in self._turned else product
         return weight + (product if index is None else product[index])
 
-    def factors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B; None: it has no value."""
+    def tensors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B, and then of the weights that
+        are trained whole; None: it has no value."""
         for target in self.parameters.targets:
             for name, own in zip(own_names(target), self.parameters.factors(target), strict=True):
                 yield own, named.get(name)
+        for name in self.parameters.replaced:
+            yield self.parameters.whole_name(name), named.get(name)
 
     @property
     def of_policy(self) -> ParameterSet:
@@ -220,6 +264,14 @@ def _linears(model: Any) -> tuple[list[str], list[str]]:
     return every, [name for name in inner if name.rpartition(".")[2] not in ROUTERS]
 
 
+def _tied(model: Any) -> list[str]:
+    """Return all names of the weights of a model that have several."""
+    names: dict[int, list[str]] = {}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(p), []).append(name)
+    return [name for several in names.values() if len(several) > 1 for name in several]
+
+
 def _drawn(shape: torch.Size, seed: int, module: str) -> Tensor:
     """Return a factor A as PEFT draws it: uniform within 1 / sqrt(inputs). Each module has a seed of its own."""
     key = hashlib.blake2b(f"{seed} {module}".encode(), digest_size=7).digest()
@@ -228,32 +280,39 @@ def _drawn(shape: torch.Size, seed: int, module: str) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def read_lora(name: str, folder: Path, base: Path, *, head: bool = False) -> tuple[ParameterSet, dict[str, Tensor]]:
+def read_lora(
+    name: str, folder: Path, base: Path, *, head: bool = False, whole: bool = False
+) -> tuple[ParameterSet, dict[str, Tensor]]:
     """Read the folder of an adapter, in PEFT's layout, as a LoRA set of this name. base: the folder of its base model ·
-    head: it has the head of a reward model, which is left out.
+    head: it has the head of a reward model, which is left out · whole: it may have whole weights.
 
-    Return the set, with that folder as its base, and its factors in float32. A set has one rank and one scale: a factor
+    Return the set, with that folder as its base, and its tensors in float32. A set has one rank and one scale: a factor
     of a lower rank is padded with zeros, and a module's other scale is multiplied into its factor B. Raise ValueError
-    for an adapter of another model, or with tensors that are no factors."""
+    for an adapter of another model, or with tensors that the set cannot have."""
     if name == POLICY_SET.id:
         raise Refused(f"{name!r} is the name of the policy's own weights: give the LoRA set another one")
-    parts = factors_alone(folder, base, head=head)
+    every = read_adapter(folder, base) if whole else factors_alone(folder, base, head=head)
+    parts = {name: part for name, part in every.items() if not part.whole}
     with safe_open(folder / WEIGHTS, "pt") as file:
         read = {
             name: from_peft(file.get_tensor(part.a).float(), file.get_tensor(part.b).float(), part.experts)
             for name, part in parts.items()
         }
-    for part, factors_of in zip(parts.values(), read.values(), strict=True):
-        for key, factor in zip((part.a, part.b), factors_of, strict=True):
-            if not factor.isfinite().all():
-                raise Refused(f"{folder}: {key} has values that are not finite; take an earlier adapter, or train anew")
+        saved = {name: file.get_tensor(part.whole).float() for name, part in every.items() if part.whole}
+    found_in = {key: f for n, part in parts.items() for key, f in zip((part.a, part.b), read[n], strict=True)}
+    for key, tensor in (found_in | {every[n].whole: t for n, t in saved.items()}).items():
+        if not tensor.isfinite().all():
+            raise Refused(f"{folder}: {key} has values that are not finite; take an earlier adapter, or train anew")
     rank, scale = max(a.shape[-2] for a, _ in read.values()), max((part.scale for part in parts.values()), key=abs)
     modules = {name: name.removesuffix(".weight") for name in sorted(read)}
-    found = ParameterSet(id=name, kind="lora", base=str(base), rank=rank, scale=scale, targets=tuple(modules.values()))
+    targets = tuple(modules.values())
+    found = ParameterSet(
+        id=name, kind="lora", base=str(base), rank=rank, scale=scale, targets=targets, replaced=tuple(saved)
+    )
     factors = dict[str, Tensor]()
     for weight, module in modules.items():
         (a, b), more = read[weight], rank - read[weight][0].shape[-2]
         if (own := parts[weight].scale) != scale:
             b = b * (own / scale)
         factors |= zip(found.factors(module), (pad(a, (0, 0, 0, more)), pad(b, (0, more))))
-    return found, factors
+    return found, factors | {found.whole_name(weight): tensor for weight, tensor in saved.items()}

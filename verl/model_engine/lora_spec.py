@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,11 @@ class LoraSpec:
     linear layers of the decoder. Experts that are one tensor have factors if an entry names `experts`."""
     exclude: list[str] = field(default_factory=list)
     """Layers without factors, named in the same way: experts keep theirs unless an entry names `experts`."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules that are trained whole beside the factors: ends of their names, as PEFT has them."""
     path: str | None = None
-    """The folder of an adapter, in PEFT's layout, that training starts from. Its rank, alpha and targets are used."""
+    """The folder of an adapter, in PEFT's layout, that training starts from. Its rank, alpha, targets and whole weights
+    are used."""
     seed: int = 0
     """Draws the factors A. In a run it is run.seed."""
 
@@ -62,7 +65,7 @@ def lora_faults(given: Mapping[str, Any]) -> Iterator[str]:
     if "seed" in given:
         yield f"model.lora.seed={spec.seed}: factors are drawn from run.seed; set that"
     if spec.path is not None:
-        if own := sorted(given.keys() & {"rank", "alpha", "rslora", "targets", "exclude"}):
+        if own := sorted(given.keys() & {"rank", "alpha", "rslora", "targets", "exclude", "modules_to_save"}):
             prefix = f"model.lora.{own[0]}={given[own[0]]} beside model.lora.path"
             yield f"{prefix}: the adapter in it has its own; leave it out"
         if not Path(spec.path).expanduser().is_dir():
@@ -90,6 +93,52 @@ def target_modules(
     if not wanted:
         raise Refused(f"model.lora.exclude={spec.exclude}: no layer is left to train; leave some of it out")
     return tuple(name for name in (*every, *experts) if name in wanted)
+
+
+def saved_weights(spec: LoraSpec, weights: Iterable[str], model: str) -> tuple[str, ...]:
+    """Return the weights that are trained whole, in the model's order: those of each module whose name ends with an
+    entry of `modules_to_save`.
+
+    weights: the names of all weights · model: its class, for the message. Raise ValueError for an entry that names
+    none."""
+    holders = {name: [*_holders(name)] for name in weights}
+    for entry in spec.modules_to_save:
+        if not entry or not any(module.endswith(entry) for modules in holders.values() for module in modules):
+            ends = ", ".join(sorted({modules[0].rpartition(".")[2] for modules in holders.values() if modules}))
+            raise Refused(
+                f"model.lora.modules_to_save={entry}: no module of {model} with weights has a name that ends so; "
+                f"they are {ends}"
+            )
+    entries = tuple(spec.modules_to_save)
+    return tuple(name for name, modules in holders.items() if any(module.endswith(entries) for module in modules))
+
+
+def _holders(weight: str) -> Iterator[str]:
+    """Yield the names of the modules that have a weight, the innermost first."""
+    while weight := weight.rpartition(".")[0]:
+        yield weight
+
+
+def check_saved(
+    saved: Iterable[str], targets: Collection[str], model: str, *, tied: Collection[str], coded: Collection[str]
+) -> None:
+    """Raise ValueError for a weight that cannot be trained whole.
+
+    saved: the names of such weights · targets: what has factors · model: its class, for messages · tied: the names of
+    weights that are one tensor with another · coded: those that are quantised"""
+    for name in saved:
+        module, why = name.rpartition(".")[0], ""
+        if name in tied:
+            why = "the embedding and the output head are one tied tensor, and one of them cannot be trained apart"
+            why += "; leave it out, or untie them in a copy of the model (tie_word_embeddings=false)"
+        elif name in coded:
+            why = "its weights are quantised, and codes are not trained; leave it out, or model.quantization"
+        elif ".experts." in name:
+            why = "experts are not trained whole beside factors; name them in model.lora.targets"
+        elif module in targets:
+            why = "it has factors, and would be trained twice; name it in model.lora.exclude too, or leave it out"
+        if why:
+            raise Refused(f"model.lora.modules_to_save: {module} of {model}: {why}")
 
 
 def check_rank(rank: int, module: str, sides: tuple[int, int], model: str) -> None:

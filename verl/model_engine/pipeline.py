@@ -71,8 +71,7 @@ class StageModel(ShardedModel):
         self._weights = {name: _Weight(owner[name], t.shape, t.dtype) for name, t in every.items()}
         self._weights[SCORE_WEIGHT] = _Weight(self.last_stage, torch.Size((1, self.hidden_size)), torch.float32)
         if self.lora is not None:  # as they are exported
-            factors = self.lora.factors({name: self._weights[name] for name in self.lora.names})
-            self._weights |= dict(factors) | {ADAPTER_SCORE: self._weights[SCORE_WEIGHT]}
+            self._weights |= dict(self.lora.tensors(self._weights)) | {ADAPTER_SCORE: self._weights[SCORE_WEIGHT]}
 
     @property
     def is_last(self) -> bool:

@@ -43,6 +43,7 @@ def build_rank_sibling(engine: TorchEngine, options: Options, context: EngineCon
     assert not engine.settings.offload, "offloaded weights have one owner"
     trusted = c.trust_remote_code
     found = open_skeleton(c.folder, trust_remote_code=trusted, needs_lm_head=c.head == "lm", quantised=True)
-    kind = partial(PipelinedEngine if c.layout.pipeline > 1 else ShardedEngine, layout=c.layout, lender=lender)
+    stage, fill = PipelinedEngine if c.layout.pipeline > 1 else ShardedEngine, None if found is None else found.fill
+    kind = partial(stage, layout=c.layout, lender=lender, fill=fill)
     options = replace(options, offload_frozen=False)  # the base stays where it is
     return build_torch(options, c, kind, model=found.model if found is not None else None)

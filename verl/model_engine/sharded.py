@@ -138,12 +138,17 @@ class ShardedModel(LocalModel):
         self.root._apply(lambda t: t)  # only this makes FSDP gather from the new storage
 
     def _use_weights_of(self, lender: ShardedModel) -> None:
-        """Use the lender's parts of the frozen weights, and its buffers."""
-        names = {f"model.{name}" for name, _ in self.model.named_parameters() if not is_factor(name)}
+        """Use the lender's parts of the frozen weights, and its buffers. Those that it trains whole are read again."""
+        assert lender.lora is not None
+        every, body = dict(self.model.named_parameters()), {id(p) for p in self.trained().parameters()}
+        own = {n: p for n, p in every.items() if n in lender.lora.parameters.replaced and id(p) in body}
+        names = {f"model.{name}" for name in every.keys() - own.keys() if not is_factor(name)}
         share_shards(self.root, lender.root, names)
         for name, buffer in lender.model.named_buffers():
             _owner(self.model, name)._buffers[name.rpartition(".")[2]] = buffer
         self._make_room()
+        if self._fill_parts is not None and own:
+            self._fill_parts({name: p for name, p in self.model.named_parameters() if name in own})
 
     def _spread_experts(self) -> tuple[list[nn.Module], DeviceMesh | None]:
         """Return the modules of experts, and the mesh over which their parameters are sharded. It has fewer ranks than
