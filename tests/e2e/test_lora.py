@@ -88,6 +88,35 @@ def test_ppo_trains_critic_and_policy_on_one_base(tmp_path, tiny_model, arithmet
     assert unlike, "each role has factors of its own"
 
 
+def test_embedding_and_head_are_trained_whole_beside_the_factors(tmp_path, tiny_teacher, arithmetic_data):
+    """PPO with a reference, killed after a step: the rollout computes with what is trained, the reference and the
+    critic's start are the base, and a run that goes on is the one that was not ended."""
+    more = ("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1", "critic.lr=3e-3")
+    args = (*LORA, *more, "model.lora.modules_to_save=[embed_tokens, lm_head]")
+    for name, steps in (("a", (3,)), ("b", (2, 3))):
+        for count in steps:
+            small_run(tmp_path / name, tiny_teacher, arithmetic_data[:1], *args, f"run.total_steps={count}")
+    found = metrics_of(tmp_path / "a" / "r")
+    whole = {"model.embed_tokens.weight", "lm_head.weight"}
+    base = load_file(tiny_teacher / "model.safetensors")
+    for step in (1, 2, 3):
+        assert found[step]["mismatch/max_abs_dlogp"] < 1e-5 and found[step]["critic/grad_norm"] > 0
+        assert found[step]["sync/bytes"] == sum(4 * t.numel() for t in base.values()), (
+            "all weights, with the factors added"
+        )
+    assert found[1]["actor/kl_loss"] == 0 < found[3]["actor/kl_loss"], "the reference is the base"
+    states = [{role: tensors_of(tmp_path / name / "r", 3, role) for role in ("actor", "critic")} for name in "ab"]
+    for role, one in states[0].items():
+        assert all(torch.equal(t, states[1][role][n]) for n, t in one.items()), "resumed bitwise"
+        names = {n for n in one if n.startswith("model.") and "lora_" not in n and "value_head" not in n}
+        assert {n.removeprefix("model.") for n in names} == (
+            whole if role == "actor" else {"model.embed_tokens.weight"}
+        )
+    written = load_file(tmp_path / "a" / "r" / "checkpoints" / "step_3" / "hf" / "adapter_model.safetensors")
+    for name in whole:
+        assert not torch.equal(written[f"base_model.model.{name}"], base[name].float()), "trained"
+
+
 @pytest.mark.parametrize("kind", ["nf4", "folder in int8"])
 def test_ppo_on_a_quantised_base(tmp_path, tiny_model, arithmetic_data, kind):
     more, base = ("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1"), tiny_model

@@ -1,7 +1,6 @@
 """Modules that are trained whole beside the factors of LoRA: outputs and gradients are PEFT's, the reference and the
 roles on the base have the values of the start, and what is written loads elsewhere."""
 
-import copy
 import warnings
 from dataclasses import replace
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from each import each
 from test_engine import NLL, batch_of, engine, make, params, samples
-from test_lora_training import padded, peft, peft_values, trained  # noqa: F401 - peft is a fixture
+from test_lora_training import padded, peft_values, trained
 from transformers import AutoModelForCausalLM
 
 from verl.batch import pack
@@ -21,16 +20,19 @@ from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.merging import write_merged
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.options import Options
-from verl.model_engine.quantised_parts import load_base
-from verl.model_engine.settings import EngineSettings
 from verl.model_engine.sibling import build_sibling
-from verl.model_engine.torch_engine import TorchEngine
 from verl.model_engine.torch_engine import build as build_engine
 from verl.objective import Term, TermValue
 
 SPEC = LoraSpec(rank=4, alpha=8.0, modules_to_save=["embed_tokens", "lm_head", "model.norm"])
 WHOLE = {"model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"}
 PROBE = [torch.arange(1, 12).numpy()]
+
+
+@pytest.fixture
+def peft(reference):
+    """The PEFT library of `make reference-packages`."""
+    return reference("peft")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def logprobs_of(model):
 
 
 @each("saved", (["embed_tokens", "lm_head"], ["norm"], ["layers.1.mlp", "lm_head"]))
-def test_outputs_and_gradients_are_those_of_peft(peft, base, saved):  # noqa: F811
+def test_outputs_and_gradients_are_those_of_peft(peft, base, saved):
     """Packed with shared prompts, packed alone and padded, in float32."""
     spec, rows = replace(SPEC, targets=["q_proj"], modules_to_save=saved), samples()
     model = AutoModelForCausalLM.from_pretrained(base)
@@ -94,7 +96,9 @@ def test_outputs_and_gradients_are_those_of_peft(peft, base, saved):  # noqa: F8
             for n, p in theirs.named_parameters()
             if p.grad is not None
         }
-        expected = {n.replace("lora_A.weight", "lora_A").replace("lora_B.weight", "lora_B"): g for n, g in expected.items()}
+        expected = {
+            n.replace("lora_A.weight", "lora_A").replace("lora_B.weight", "lora_B"): g for n, g in expected.items()
+        }
         assert got.keys() == expected.keys() and any(not is_factor(n) for n in got)
         for name, grad in expected.items():
             torch.testing.assert_close(got[name], grad, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
@@ -163,7 +167,7 @@ def test_a_checkpoint_continues_bitwise(base, tmp_path):
         built(base, replace(SPEC, modules_to_save=["lm_head"])).load(tmp_path / "state")
 
 
-def test_the_exported_folder_is_peft_s_and_ours_and_merges(peft, base, tmp_path):  # noqa: F811
+def test_the_exported_folder_is_peft_s_and_ours_and_merges(peft, base, tmp_path):
     ours = built(base)
     update(ours)
     want = torch.from_numpy(ours.own_logprobs(PROBE, "float32")[0])

@@ -40,6 +40,7 @@ _IGNORED = (  # parts that are in the weights too, and details of the adapter's 
 )
 
 
+Shape = tuple[int, ...]
 LAYER = re.compile(r"(?!.*(vision|visual|audio)).*\.layers\.\d+\.")  # names of tensors in layers of the text model
 TARGETS = ("q_proj", "o_proj", "down_proj")
 _ROUTERS = (".gate", ".router", ".shared_expert_gate")
@@ -62,6 +63,12 @@ def one_projection(base: Path) -> Mapping[str, tuple[int, ...]]:
     return next(filter(None, found), {})
 
 
+def model_weights(base: Path) -> dict[str, TensorHeader]:
+    """Return the headers of the weights of a model folder by their names in the model, experts as the folder has
+    them."""
+    return {_in_model(name): header for name, header in read_weight_headers(base).items()}
+
+
 def linear_layers(base: Path) -> dict[str, tuple[int, int]]:
     """Return the sides of the weight of each linear layer in the decoder layers of a model folder, by its name in the
     model. Routers of experts are none: they get no factors."""
@@ -80,7 +87,8 @@ def _is_linear(module: str, header: TensorHeader) -> bool:
 
 def _in_model(module: str) -> str:
     """Return the name of a module in the causal LM: some folders omit its first component."""
-    prefixes = {"h": "transformer", "layers": "model"}
+    prefixes = dict.fromkeys(("h", "wte", "wpe", "ln_f"), "transformer")
+    prefixes |= dict.fromkeys(("layers", "embed_tokens", "norm"), "model")
     first = module.partition(".")[0]
     return f"{prefixes[first]}.{module}" if first in prefixes else module
 
@@ -220,6 +228,20 @@ def read_factors(folder: Path, base: Path, *, head: bool = False) -> dict[str, t
     `factors_alone`."""
     headers, parts = read_weight_headers(folder), factors_alone(folder, base, head=head)
     return {name: _factor_shapes(part, headers) for name, part in parts.items()}
+
+
+def read_trained(folder: Path, base: Path) -> tuple[dict[str, tuple[Shape, Shape]], dict[str, Shape]]:
+    """Return what training continues from an adapter with: the shapes of its factors, as `read_factors` does, and those
+    of the weights that it has whole, by name. Raise ValueError for one with factors of what gets none here."""
+    headers, parts = read_weight_headers(folder), read_adapter(folder, base)
+    able = {*linear_layers(base), *fused_experts(base)}
+    if strange := next((n for n, part in parts.items() if part.a and n.removesuffix(".weight") not in able), None):
+        what = "linear layers of the decoder and experts alone are trained with factors"
+        raise Refused(f"model.path={folder}: an adapter with factors of {strange}, and {what}; {_MERGE}")
+    factors = {name: _factor_shapes(part, headers) for name, part in parts.items() if not part.whole}
+    if not factors:
+        raise Refused(f"model.path={folder}: an adapter without factors, of whole weights alone; {_MERGE}")
+    return factors, {name: headers[part.whole].shape for name, part in parts.items() if part.whole}
 
 
 def _factor_shapes(part: AdaptedWeight, headers: Mapping[str, TensorHeader]) -> tuple[tuple[int, ...], tuple[int, ...]]:

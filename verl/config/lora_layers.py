@@ -4,19 +4,27 @@ and no model is loaded."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl.config.adapter import base_of, linear_layers, read_factors
+from verl.config.adapter import Shape, base_of, linear_layers, model_weights, read_factors, read_trained
 from verl.config.backends import traits_of
 from verl.config.cluster import TRAINS
 from verl.config.devices import base_format, device_type_of, streams_buckets
 from verl.config.experts import fused_experts
-from verl.config.model_files import codes_are_frozen, describe_model, find_model_folder, folder_format
+from verl.config.model_files import EMBEDDING, HEAD, codes_are_frozen, describe_model, find_model_folder, folder_format
 from verl.config.schema import Config
 from verl.config.tree import changed
-from verl.model_engine.lora_spec import LoraSpec, check_rank, idle_excludes, target_modules, trained_by
+from verl.model_engine.lora_spec import (
+    LoraSpec,
+    check_rank,
+    check_saved,
+    idle_excludes,
+    saved_weights,
+    target_modules,
+    trained_by,
+)
 from verl.model_engine.optimizer_table import OPTIMIZERS, SMALL
 from verl.parameter_set import is_experts
 from verl.wire import FP8
@@ -24,12 +32,19 @@ from verl.wire import FP8
 
 @dataclass(frozen=True, slots=True)
 class TrainedFactors:
-    """The factors of LoRA in a model, which are trained, or those of a frozen role on its base."""
+    """The factors of LoRA in a model, which are trained, or those of a frozen role on its base; and the weights that
+    are trained whole beside them."""
 
     rank: int
     layers: Mapping[str, tuple[int, ...]]
     """The shape of the weight of each layer with factors, by its name in the model: [outputs, inputs], of experts
     [experts, outputs, inputs]."""
+    saved: Mapping[str, Shape] = field(default_factory=dict)
+    """The shapes of the weights that are trained whole, by their names in the model."""
+
+    def whole(self, *, head: bool = True) -> int:
+        """Return the number of values in the weights that are trained whole. head: with those of the output head."""
+        return sum(math.prod(shape) for name, shape in self.saved.items() if head or not name.endswith(HEAD))
 
     @property
     def parameters(self) -> int:
@@ -57,29 +72,47 @@ def trained_factors(config: Config, path: str | None = None) -> TrainedFactors |
     if spec is None:
         return None
     folder = find_model_folder(path or config.model.path)
+    coded = frozenset[str]()
+    if base_format(config, path) != "none":
+        coded = frozenset(f"{name}.weight" for name in linear_layers(folder))
     if spec.path is None:
-        return _drawn(spec, folder)
+        found = _drawn(spec, folder)
+        _check_saved(found, folder, coded)
+        return found
     try:
-        return factors_of(Path(spec.path).expanduser(), folder)
+        found = _factors(*read_trained(Path(spec.path).expanduser(), folder))
+        _check_saved(found, folder, coded)
     except ValueError as exc:
-        raise type(exc)(str(exc).replace("model.path=", "model.lora.path=")) from exc
+        text = str(exc).replace("model.path=", "model.lora.path=")
+        raise type(exc)(text.replace("model.lora.modules_to_save:", f"model.lora.path={spec.path}:")) from exc
+    return found
+
+
+def _check_saved(found: TrainedFactors, folder: Path, coded: Collection[str]) -> None:
+    facts = describe_model(str(folder))
+    tied = [name for name in found.saved if facts.tied and (EMBEDDING.search(name) or name.endswith(HEAD))]
+    check_saved(found.saved, found.layers, facts.architecture, tied=tied, coded=coded)
 
 
 def factors_of(adapter: Path, base: Path, *, head: bool = False) -> TrainedFactors:
     """Return the factors of an adapter of the model in `base`. head: it has the head of a reward model too. Raise
     ValueError if it does not fit."""
-    parts = read_factors(adapter, base, head=head)
+    return _factors(read_factors(adapter, base, head=head), {})
+
+
+def _factors(parts: Mapping[str, tuple[Shape, Shape]], saved: Mapping[str, Shape]) -> TrainedFactors:
     sizes = {name.removesuffix(".weight"): (a, b) for name, (a, b) in parts.items()}
     rank = max(a[-2] for a, _ in sizes.values())
-    return TrainedFactors(rank, {name: (*a[:-2], b[-2], a[-1]) for name, (a, b) in sizes.items()})
+    return TrainedFactors(rank, {name: (*a[:-2], b[-2], a[-1]) for name, (a, b) in sizes.items()}, saved)
 
 
 def served_factors(config: Config) -> TrainedFactors | None:
     """Return the factors of the policy that rollout engines get unmerged, after their base; None if their weights have
-    the factors added, or if all weights are trained. Raise ValueError as `trained_factors` does."""
+    the factors added, as where modules are trained whole, or if all weights are trained. Raise ValueError as
+    `trained_factors` does."""
     factors, options, url = trained_factors(config), config.rollout.engine_options, config.rollout.url
     traits = traits_of(config.rollout.engine)
-    if factors is None or streams_buckets(config) or not traits.lora_policy:
+    if factors is None or factors.saved or streams_buckets(config) or not traits.lora_policy:
         return None
     if factors.of_experts and device_type_of(config, "rollout") not in traits.lora_experts_on:
         return None
@@ -120,6 +153,10 @@ def frozen_base_faults(config: Config, command: str) -> Iterator[str]:
     if spec is not None and OPTIMIZERS[name].matrices_alone:
         able = ", ".join(other for other, row in OPTIMIZERS.items() if not row.matrices_alone)
         yield f"optim.name={name} with model.lora: AdamW would update the factors, not {name}; use {able}"
+    if spec is not None and command == "rm":
+        for entry in (one for one in spec.modules_to_save if HEAD.removesuffix(".weight").endswith(one)):
+            why = "a reward model has no output head, and its score head is trained whole as it is"
+            yield f"model.lora.modules_to_save={entry}: {why}; leave it out"
     if spec is not None and spec.path is not None and config.critic.path not in (None, config.model.path):
         why = "the adapter is of model.path, and the critic would start from its own model with it added"
         yield f"critic.path={config.critic.path} with model.lora.path: {why}; leave one of them out"
@@ -195,4 +232,9 @@ def _drawn(spec: LoraSpec, folder: Path) -> TrainedFactors:
     layers = {name: every[name] for name in target_modules(spec, linears, linears, model, experts)}
     for name, shape in layers.items():
         check_rank(spec.rank, name, (shape[-2], shape[-1]), model)
-    return TrainedFactors(spec.rank, layers)
+    if not spec.modules_to_save:
+        return TrainedFactors(spec.rank, layers)
+    weights = {name: header.shape for name, header in model_weights(folder).items()}
+    tied = {HEAD: ()} if describe_model(str(folder)).tied else {}
+    saved = saved_weights(spec, (tied | weights), model)
+    return TrainedFactors(spec.rank, layers, {name: (tied | weights)[name] for name in saved})

@@ -197,7 +197,7 @@ class LocalModel:
         return nullcontext() if self.lora is None else self.lora.off()
 
     def exported(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the tensors of a checkpoint's folder for other programs: the weights, or those of the LoRA set by PEFT's
+        """Yield the tensors of a checkpoint's folder for other programs: the weights, or the LoRA set's by PEFT's
         names."""
         if self.lora is None:
             return self.named_weights()

@@ -56,6 +56,10 @@ class RankWork:
     """Those of experts among them, which tensor ranks do not divide."""
     factors_rank: int = 0
     """The rank of those factors."""
+    saved: int = 0
+    """The values in weights that are trained whole beside the factors."""
+    saves_head: bool = False
+    """The output head is among them."""
     borrows: bool = False
     """The frozen weights are those of another role of the rank."""
     quantisation: str = "none"
@@ -138,8 +142,9 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
     if work.head and work.stage == layout.pipeline - 1:
         vocab = -(-model.vocab // layout.tensor)
         rows = min(work.tokens, device_facts(work.device).chunk_rows(vocab))
+        trains_head = work.factors is None or work.saves_head
         items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
-        items["head's gradient"] = 4 * vocab * model.hidden * (work.trains and work.factors is None)
+        items["head's gradient"] = 4 * vocab * model.hidden * (work.trains and trains_head)
         cast = 4 * (work.dtype == "bfloat16") if work.float32_head else share.half  # bytes of a weight in the product
         items["head's compute copy"] = cast * vocab * model.hidden
     if work.publishes:
@@ -170,12 +175,14 @@ class _Share:
         self.states = _states_bytes(work, max(0, self.trained - rest_outside), rest_outside, model.hidden)
         codes = (self.layer - sparse) * self.layers * (work.quantisation != "none")  # on one rank alone
         self.factors = (work.factors or 0) * self.layers // model.layers
+        self.saved = -(-work.saved // (layout.shard * tensor))  # at both ends of a pipeline: embedding or head
         if work.factors is not None:
             of_experts = work.expert_factors * self.layers // model.layers
             self.trained = -(-(self.factors - of_experts) // (layout.shard * tensor)) - (-of_experts // layout.shard)
-            self.states = _states_bytes(work, self.trained, 0, work.factors_rank)
-            self.weights += self.trained
-        self.own, self.codes = (self.trained, 0) if work.borrows else (self.weights - codes, codes)
+            self.states = _states_bytes(work, self.trained, self.saved, work.factors_rank)
+            self.weights += self.trained + self.saved  # the values of the start are kept
+            self.trained += self.saved
+        self.own, self.codes = (self.trained + self.saved, 0) if work.borrows else (self.weights - codes, codes)
         self.gathers, self.cut = int(layout.world_size > 1), layout.shard > 1
         self.outside, self.dense = 4 * root // tensor * self.gathers, 4 * (self.layer - sparse) // tensor
         self.experts, self.experts_cut = 4 * sparse // layout.expert, layout.shard > layout.expert
@@ -191,7 +198,7 @@ def _training(share: _Share, kept: int, waits: int, working: int, residual: int)
     layout, work = share.layout, share.work
     outside, gathered = share.outside, max(share.dense, share.experts)  # the weights with gradients that are sent
     if work.factors is not None:  # those of the other weights are not computed
-        outside, gathered = 0, 4 * work.factors // share.model_layers
+        outside, gathered = 4 * share.gathers * work.saved // layout.tensor, 4 * work.factors // share.model_layers
     again = work.checkpointing != "none"  # one layer after the other is computed again, and freed
     through = share.layers * waits + (kept if again else working)
     # sending, in transfer, receiving; a critic's last stage computes no logits, tied or not

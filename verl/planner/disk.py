@@ -43,26 +43,30 @@ def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
     folders = {find_model_folder(path) for path in (model.folder, config.model.tokenizer_path or model.folder)}
     beside = [p for folder in folders for p in folder.iterdir() if p.suffix in _COMPANIONS]
     factors = trained_factors(config)
-    exported = own if factors is None else factors.parameters + model.hidden * (command == "rm")
+    exported = own
+    if factors is not None:
+        exported = factors.parameters + factors.whole(head=command != "rm") + model.hidden * (command == "rm")
     parts = {
         "weights": EXPORT_BYTES * exported + sum(p.stat().st_size for p in beside),
-        "state": _state_bytes(config, model, own, frozen_values(config)),
+        "state": _state_bytes(config, model, own, frozen_values(config), head=command != "rm"),
     }
     if command == "train" and config.teacher.ema:
         parts["average"] = 4 * exported
     if command == "train" and settled(config.algorithm.name, config.algorithm.given()).critic:
         critic = model if config.critic.path is None else describe_model(config.critic.path)
-        parts["critic"] = _state_bytes(config, critic, critic.body_parameters)
+        parts["critic"] = _state_bytes(config, critic, critic.body_parameters, head=False)
     return parts
 
 
-def _state_bytes(config: Config, model: ModelFacts, parameters: int, frozen: tuple[int, int] = (0, 0)) -> int:
-    """Return the bytes of the masters and optimizer states of a trained role: under LoRA of its factors. frozen: the
-    values that are not trained, and those outside of layers among them."""
-    matrices, short_side = model.body_parameters - model.embedding_parameters - frozen[0] + frozen[1], model.hidden
-    parameters -= frozen[0]
+def _state_bytes(
+    config: Config, model: ModelFacts, parameters: int, frozen: tuple[int, int] = (0, 0), *, head: bool
+) -> int:
+    """Return the bytes of the masters and optimizer states of a trained role: under LoRA of its factors and of weights
+    that are trained whole. frozen: the values that are not trained, and those outside of layers among them · head: it
+    has an output head"""
     if (factors := trained_factors(config, model.folder)) is not None:
         parameters, matrices, short_side = factors.parameters, factors.parameters, factors.rank
+        parameters += factors.whole(head=head)
     others, optim = parameters - matrices, config.optim
     states = optimizer_bytes(optim.name, optim.options, matrices=matrices, others=others, short_side=short_side)
     return 4 * parameters + states

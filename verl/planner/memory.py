@@ -119,6 +119,8 @@ def role_items(
         frozen_outside=frozen[1],
         expert_factors=factors.of_experts if factors else 0,
         factors_rank=factors.rank if factors else 0,
+        saved=factors.whole(head=role == "actor") if factors else 0,
+        saves_head=role == "actor" and factors is not None and factors.whole() > factors.whole(head=False),
         borrows=borrows,
         quantisation=base_format(config, own) if factors else "none",
         publishes=role == "actor",

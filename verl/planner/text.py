@@ -88,6 +88,9 @@ def _factors_lines(f: TrainedFactors, plan: Plan) -> dict[str, str]:
     """Return the lines on the factors that LoRA trains, and on the way in which rollout engines get them."""
     share = f.parameters / plan.model.parameters
     size = f"{f.parameters:,} parameters ({share:.2%}): LoRA of rank {f.rank} in {counted(len(f.layers), 'layer')}"
+    if whole := f.whole():
+        modules = ", ".join(dict.fromkeys(name.rpartition(".")[0].rpartition(".")[2] for name in f.saved))
+        size += f"; and {whole:,} ({whole / plan.model.parameters:.2%}) of {modules}, whole"
     return {"trained": size, "served": SERVED[plan.served_factors]}
 
 
