@@ -71,7 +71,7 @@ def test_fields_of_a_peft_config_name_our_settings():
         key, _, value = here.partition("=")
         assert load_config([*BASE, "model.lora.rank=4", f"{key}={value or PROBE[key]}"])
         assert unknown_key(f"peft_config.{field}").endswith(f"PEFT's name; here: {here}")
-    for field in ("lora_dropout", "modules_to_save", "bias"):
+    for field in ("lora_dropout", "use_dora", "bias"):
         with pytest.raises(ValueError, match="PEFT's name; here: nothing: .*"):
             load_config([*BASE, f"{field}=x"])
     with pytest.raises(ValueError, match="model.lora.r=8: unknown; .*rank"):
@@ -84,4 +84,5 @@ PROBE = {
     "model.lora.rslora": "true",
     "model.lora.targets": "[q_proj]",
     "model.lora.exclude": "[q_proj]",
+    "model.lora.modules_to_save": "[lm_head]",
 }

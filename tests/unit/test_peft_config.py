@@ -30,6 +30,7 @@ def test_fields_are_the_keys_of_lora():
     shared = experts | {"exclude_modules": ["shared_experts.down_proj"]}
     assert lora_keys(shared)["model.lora.exclude"] == ["shared_experts.down_proj"]
     assert lora_spec(ALL | {"r": 4}, 7) == LoraSpec(rank=4, alpha=8, targets=["all-linear"], seed=7)
+    assert lora_keys(ALL | {"modules_to_save": ["lm_head"]})["model.lora.modules_to_save"] == ["lm_head"]
     assert lora_spec(None, 7) is None
     assert lora_keys(ALL | {"r": 0, "lora_alpha": 0})["model.lora.alpha"] == 0, "for the bounds of the keys to refuse"
 
@@ -45,7 +46,6 @@ def test_what_would_train_something_else_is_refused_by_name():
         ({"init_lora_weights": "olora"}, f"peft_config.init_lora_weights=olora: {base}"),
         ({"init_lora_weights": False}, "peft_config.init_lora_weights=False: B would not start at 0"),
         ({"init_lora_weights": "gaussian"}, "peft_config.init_lora_weights=gaussian: A is drawn uniformly"),
-        ({"modules_to_save": ["lm_head"]}, "peft_config.modules_to_save=['lm_head']: here: nothing: only factors"),
         ({"layers_to_transform": [0]}, "peft_config.layers_to_transform=[0]: here: model.lora.targets"),
         ({"rank_pattern": {"q_proj": 2}}, "peft_config.rank_pattern="),
         ({"rnak": 4}, "peft_config.rnak=4: no such setting here"),

@@ -130,7 +130,7 @@ def check_saved(
         module, why = name.rpartition(".")[0], ""
         if name in tied:
             why = "the embedding and the output head are one tied tensor, and one of them cannot be trained apart"
-            why += "; leave it out, or untie them in a copy of the model (tie_word_embeddings=false)"
+            why += "; leave it out, or train all weights"
         elif name in coded:
             why = "its weights are quantised, and codes are not trained; leave it out, or model.quantization"
         elif ".experts." in name:

@@ -113,7 +113,8 @@ def _unused(given: Given) -> None:
             if option in _WITHOUT_EFFECT:
                 given.ignore(_WITHOUT_EFFECT[option], key)
         elif option not in _HARMLESS:
-            fix = "LoRA has rank, alpha, rslora, targets, exclude and path here (model.lora); leave it out"
+            known_here = "rank, alpha, rslora, targets, exclude, modules_to_save and path"
+            fix = f"LoRA has {known_here} here (model.lora); leave it out"
             raise Refused(f"{key}={value}: no such option; {fix}")
         elif value not in _HARMLESS[option]:
             raise Refused(f"{key}={value}: {_WHY[option]}")

@@ -60,6 +60,7 @@ def lora_keys(peft_config: Any) -> dict[str, Any]:
         "rslora": bool(fields.get("use_rslora", False)),
         "targets": targets,
         "exclude": _layers(fields.get("exclude_modules")),
+        "modules_to_save": _layers(fields.get("modules_to_save")),
     }
     return {f"model.lora.{name}": value for name, value in given.items() if value is not False and value != []}
 
@@ -83,7 +84,10 @@ def lora_spec(peft_config: Any, seed: int) -> LoraSpec | None:
     return LoraSpec(**{key.rpartition(".")[2]: value for key, value in lora_keys(peft_config).items()}, seed=seed)
 
 
-_READ = ("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules")
+_READ = (
+    *("r", "lora_alpha", "use_rslora", "target_modules", "target_parameters", "exclude_modules"),
+    "modules_to_save",
+)
 _EXPERTS = re.compile("(?<!shared_)experts")
 _INIT = "init_lora_weights"
 _CHECKED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType(

@@ -86,7 +86,7 @@ PEFT: Mapping[str, str] = MappingProxyType(
         "exclude_modules": "model.lora.exclude",
         "lora_dropout": _ZERO,
         "bias": "nothing: only factors are trained (bias=none)",
-        "modules_to_save": "nothing: only factors are trained, and a reward model's head",
+        "modules_to_save": "model.lora.modules_to_save",
         **dict.fromkeys(("use_dora", "init_lora_weights"), "nothing: plain LoRA starts at the base model"),
         **dict.fromkeys(("task_type", "lora_task_type"), "nothing: it follows from the verb"),
     }
