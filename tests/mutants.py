@@ -82,6 +82,7 @@ NOISE_RUN = "tests/e2e/test_lora.py::test_answers_under_noise_are_recorded_and_c
 SETS, NATIVE_SETS = "tests/contracts/test_weight_sync_contract.py", "tests/numerics/test_native_sets.py"
 LORA, LORA_KEYS = "tests/unit/test_lora_config.py", "tests/unit/test_compat_lora.py"
 LORA_TRAINING, LORA_EXPORT = "tests/numerics/test_lora_training.py", "tests/e2e/test_lora_export.py"
+LORA_WHOLE, SAVED = "tests/numerics/test_lora_whole.py", "tests/unit/test_saved_modules.py"
 QUANTISED = "tests/numerics/test_quantised_training.py"
 LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
 CODES, HEAD = "tests/unit/test_native_codes.py", "tests/numerics/test_linear_logprob.py"
@@ -897,13 +898,16 @@ MUTANTS = (
         "tests/unit/test_rollout_adapters.py",
     ),
     Mutant("rollout/native/sets.py", "mine = torch.isin(tokens, rows)", "mine = tokens >= 0", SETS),
-    Mutant("model_engine/lora.py", '"none" if self._spec.path is None else "trained")', '"trained")', LORA_RUNS),
-    Mutant(
-        "model_engine/local_model.py", "is_factor(name) or name.startswith", "True or name.startswith", LORA_TRAINING
-    ),
-    Mutant(
-        "model_engine/sibling.py", "{id(t): t for t in (*model.parameters(), *model.buffers())}", "{}", LORA_TRAINING
-    ),
+    Mutant("model_engine/lora.py", '"none" if self._spec.path is None else "trained"', '"trained"', LORA_RUNS),
+    Mutant("model_engine/local_model.py", "is_factor(n) or id(p) in whole", "True", LORA_TRAINING),
+    Mutant("model_engine/local_model.py", "is_factor(n) or id(p) in whole", "is_factor(n)", LORA_WHOLE),
+    Mutant("model_engine/lora.py", "            mine.copy_(kept)\n", "", LORA_WHOLE),
+    Mutant("model_engine/lora.py", "            kept.copy_(present)\n", "", LORA_WHOLE),
+    Mutant("model_engine/sibling.py", "if name not in own]", "]", LORA_WHOLE),
+    Mutant("model_engine/sibling.py", "        found.fill(own)\n", "", LORA_WHOLE),
+    Mutant("model_engine/lora_spec.py", "if name in tied:", "if False:", LORA_WHOLE),
+    Mutant("config/lora_layers.py", "or factors.saved or", "or", SAVED),
+    Mutant("model_engine/sibling.py", "{id(t): t for t in (*parameters, *model.buffers())}", "{}", LORA_TRAINING),
     Mutant(
         "rollout/embedded/core.py",
         "held = policy.identity or self.identity",
@@ -963,7 +967,7 @@ MUTANTS = (
     Mutant("config/compat/lora.py", 'found["rank"] else {}', 'found["alpha"] else {}', LORA_KEYS),
     Mutant("config/compat/lora.py", "elif value not in _HARMLESS[option]:", "elif False:", LORA_KEYS),
     Mutant("checkpoint/safetensors_file.py", "self.names and self._splits and", "self.names and", LORA_TRAINING),
-    Mutant("model_engine/lora.py", "if not factor.isfinite().all():", "if False:", LORA_TRAINING),
+    Mutant("model_engine/lora.py", "if not tensor.isfinite().all():", "if False:", LORA_TRAINING),
     Mutant("model_engine/merging.py", "(base, _pad_id(source))", "(base, None)", LORA_EXPORT),
     Mutant("model_engine/merging.py", "tensor.detach().to(getattr(torch, dtype))", "tensor", LORA_EXPORT),
     # -- LoRA sets

@@ -121,7 +121,7 @@ def test_an_update_changes_the_factors_and_these_modules_and_nothing_else(base):
 
 
 def test_the_reference_has_the_values_of_the_start(base):
-    """Also in bfloat16, whose copies of the weights are made again when a weight has changed."""
+    """Also in bfloat16: its copies of the weights are made again when a weight has changed."""
     for dtype in ("float32", "bfloat16"):
         ours = engine(AutoModelForCausalLM.from_pretrained(base), lora=SPEC, dtype=dtype)
         batch = batch_of(samples())
@@ -191,7 +191,7 @@ def test_the_exported_folder_is_peft_s_and_ours_and_merges(peft, base, tmp_path)
 
 @each("path", (False, True))
 def test_roles_on_the_base_have_its_own_values(base, tmp_path, path):
-    """A critic, and a teacher that is an adapter, beside a policy that goes on from an adapter or from the base."""
+    """A critic, and a teacher that is an adapter, beside a policy that starts from an adapter or from the base."""
     spec, batch = SPEC, batch_of(samples())
     if path:
         first = built(base)

@@ -92,7 +92,7 @@ def test_an_adapter_to_go_on_from_may_have_whole_weights_but_no_factors_of_a_hea
 
 
 def test_a_run_goes_on_with_the_same_modules_alone(folder):
-    one, other = (identity_of(resolved_of(folder, RANK, *more).config, "train") for more in ((BOTH,), ()))
+    one, other = (identity_of(resolved_of(folder, RANK, *more), "train") for more in ((BOTH,), ()))
     assert compare(one, one) == ([], {})
     (line,), _ = compare(one, other)
     assert "model.lora" in line

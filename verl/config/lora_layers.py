@@ -21,9 +21,9 @@ from verl.model_engine.lora_spec import (
     check_rank,
     check_saved,
     idle_excludes,
-    saved_weights,
     target_modules,
     trained_by,
+    weights_to_save,
 )
 from verl.model_engine.optimizer_table import OPTIMIZERS, SMALL
 from verl.parameter_set import is_experts
@@ -236,5 +236,5 @@ def _drawn(spec: LoraSpec, folder: Path) -> TrainedFactors:
         return TrainedFactors(spec.rank, layers)
     weights = {name: header.shape for name, header in model_weights(folder).items()}
     tied = {HEAD: ()} if describe_model(str(folder)).tied else {}
-    saved = saved_weights(spec, (tied | weights), model)
+    saved = weights_to_save(spec, (tied | weights), model)
     return TrainedFactors(spec.rank, layers, {name: (tied | weights)[name] for name in saved})

@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 from verl.config.adapter import WEIGHTS, factors_alone, read_adapter
 from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
-from verl.model_engine.lora_spec import LoraSpec, check_rank, check_saved, saved_weights, target_modules
+from verl.model_engine.lora_spec import LoraSpec, check_rank, check_saved, target_modules, weights_to_save
 from verl.nn.expert_lora import add_to_experts, experts_of, from_peft
 from verl.nn.lora import layer_size, with_product
 from verl.nn.quant_linear import ROUTERS, quantised_layers
@@ -65,7 +65,7 @@ class LoraLayers:
         else:
             targets = target_modules(spec, *_linears(model), model=type(model).__name__, fused=experts_of(model))
             every = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-            saved = saved_weights(spec, [*every, *coded], type(model).__name__)
+            saved = weights_to_save(spec, [*every, *coded], type(model).__name__)
             found = ParameterSet(
                 id=TRAINED_SET, kind="lora", base="", rank=spec.rank, scale=spec.scale, targets=targets, replaced=saved
             )

@@ -95,9 +95,9 @@ def target_modules(
     return tuple(name for name in (*every, *experts) if name in wanted)
 
 
-def saved_weights(spec: LoraSpec, weights: Iterable[str], model: str) -> tuple[str, ...]:
-    """Return the weights that are trained whole, in the model's order: those of each module whose name ends with an
-    entry of `modules_to_save`.
+def weights_to_save(spec: LoraSpec, weights: Iterable[str], model: str) -> tuple[str, ...]:
+    """Return the weights that are trained whole, in the model's order: those of each module with a name that ends
+    with an entry of `modules_to_save`.
 
     weights: the names of all weights · model: its class, for the message. Raise ValueError for an entry that names
     none."""
