@@ -1074,9 +1074,17 @@ def test_an_optimizer_of_verl_is_ours_with_the_settings_that_it_has_there() -> N
     given = {"momentum": 0.9, "nesterov": True, "scale": 0.2}
     assert optim(f"{ACTOR}optim.optimizer=muon", *own) == ("muon", given)
     assert optim(*own) == ("adamw", {}), "they are of Muon"
+    overrides = [f"{ACTOR}optim.override_optimizer_config.{one}" for one in ("momentum=0.8", "nesterov=true")]
+    assert optim(f"{ACTOR}optim.optimizer=SGD", *overrides) == ("sgd", {"momentum": 0.8, "nesterov": True})
+    steps = f"{ACTOR}optim.override_optimizer_config.ns_steps=4"
+    assert optim(f"{ACTOR}optim.optimizer=muon", overrides[0], steps)[1]["iterations"] == 4
+    supervised = load_config(["model.path=m", "optim.override_optimizer_config={}"], verl_defaults="sft")
+    assert supervised.config.optim.options == {}
     for wrong, line in (
         (f"{ACTOR}optim.optimizer=lion", "adamw_8bit, muon, adam_mini"),
         (f"{ACTOR}optim.optimizer_impl=dion", "the optimizers are those of optim.name"),
+        (steps, "override_optimizer_config.ns_steps=4: adamw has no such setting here"),
+        (f"{ACTOR}optim.override_optimizer_config.foreach=false", "settings of an optimizer are optim.options"),
         (f"{ACTOR}optim.muon_scale_mode=unit_rms_norm", "spectral"),
         ("critic.optim.optimizer=muon", "the critic has the optimizer of the actor here"),
     ):

@@ -577,5 +577,7 @@ def test_ranks_that_vllm_has_room_for(base: Path) -> None:
     assert flags(Options(max_lora_rank=8), str(base), lora_rank=20)["--max-lora-rank"] == "32", "of the policy"
     assert (found["--max-lora-rank"], found["--max-loras"]) == ("32", "4") and "--enable-lora" in found
     assert "--max-lora-rank" not in flags(Options())
+    many = flags(Options(max_loras=3), str(base), lora_rank=8, lora_versions=6)
+    assert many["--max-loras"] == "7", "versions with running requests, and the adapter of zeros"
     with pytest.raises(ValueError, match="max_lora_rank=600: vLLM takes at most 512"):
         flags(Options(max_lora_rank=600))

@@ -47,18 +47,15 @@ _ROUTERS = (".gate", ".router", ".shared_expert_gate")
 """The ends of the names of routers of experts, which are not trained."""
 
 
-def layer_matrices(base: Path) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of all matrices in the text layers of a model folder, by module name."""
-    layers = {
-        name.removesuffix(".weight"): h.shape for name, h in read_weight_headers(base).items() if LAYER.match(name)
-    }
-    return {name: shape for name, shape in layers.items() if len(shape) == 2}
+def text_layers(base: Path) -> dict[str, tuple[int, int]]:
+    """Return those of `linear_layers` that belong to the text model."""
+    return {name: sides for name, sides in linear_layers(base).items() if LAYER.match(name)}
 
 
-def one_projection(base: Path) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of the first projection of `TARGETS` that a model folder has, in all text layers, by module
+def one_projection(base: Path) -> Mapping[str, tuple[int, int]]:
+    """Return the sides of the first projection of `TARGETS` that a model folder has, in all text layers, by module
     name; empty if it has none."""
-    every = layer_matrices(base)
+    every = text_layers(base)
     found = ({name: shape for name, shape in every.items() if name.endswith(f".{kind}")} for kind in TARGETS)
     return next(filter(None, found), {})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -91,6 +92,7 @@ def rollout_engine(
         deterministic=config.run.deterministic,
         float32_head=config.model.head_dtype == "float32",
         lora_rank=factors.rank if (factors := served_factors(config)) else 0,
+        lora_versions=math.ceil(config.pipeline.staleness) + 2 if factors else 0,
         place=server_place(config, replica, peers or Peers()),
         pictures=pictures,
         noise=noise_of(config),

@@ -186,7 +186,7 @@ def check_adaptable(context: RolloutContext, able: Capabilities) -> None:
         projection_of(Path(context.place.model))
 
 
-def projection_of(base: Path) -> Mapping[str, tuple[int, ...]]:
+def projection_of(base: Path) -> Mapping[str, tuple[int, int]]:
     """Return `one_projection` of a model folder. Raise ValueError if the model has none."""
     if found := one_projection(base):
         return found

@@ -209,8 +209,7 @@ class RolloutContext:
     """The longest sequence, prompt and answer together."""
     dtype: torch.dtype
     """The dtype that the model is computed in."""
-    fp8: bool = False
-    """Projections are read in blocks of 8 bits (`nn/fp8.py`)."""
+    fp8: bool = False  # Projections are read in blocks of 8 bits (`nn/fp8.py`).
     eos_token_ids: Sequence[int] = ()
     """Tokens that end an answer."""
     decode: DecodeFn | None = None
@@ -224,6 +223,7 @@ class RolloutContext:
     """The head multiplies in float32, and the logits are float32."""
     lora_rank: int = 0
     """The rank of the policy's LoRA factors, if it is served as a base and factors; else 0."""
+    lora_versions: int = 0  # The most versions of those factors with running requests, and one that is loaded.
     noise: NoiseSchedule | None = None
     """The exploration noise of each version of the policy. None: there is none."""
     place: ServerPlace | None = None

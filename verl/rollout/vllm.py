@@ -63,7 +63,8 @@ class Options:
     """How it gets a policy that LoRA trains. adapter: the base once, then the factors of each version. merged: in each
     version all weights, with the factors added."""
     max_loras: PositiveInt = 4
-    """The number of adapters in one batch, versions of the policy among them; requests of others wait."""
+    """The number of adapters in one batch, versions of the policy among them; requests of others wait. More if
+    pipeline.staleness lets more versions have running requests."""
     load_format: Annotated[str, one_of("dummy|auto|safetensors")] = "dummy"
     """The weights that the server starts with. dummy: none are read, since the trainer's weights replace them before
     the first request."""
@@ -202,7 +203,7 @@ def _launch(python: str, options: Options, context: RolloutContext, place: Serve
 
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
-    from verl.config.adapter import layer_matrices
+    from verl.config.adapter import text_layers
     from verl.nn.rope import first_lengths
     from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
@@ -243,9 +244,10 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
     if wanted := lora_rank(options, context):
         if (rank := next((r for r in RANKS if r >= wanted), None)) is None:
             raise Refused(f"rollout.engine_options.max_lora_rank={wanted}: vLLM takes at most {RANKS[-1]}")
-        given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": options.max_loras + 1}
+        at_once = max(options.max_loras, context.lora_versions)
+        given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras": at_once + 1}  # and the adapter of zeros
         # not the head: with that, a score beside other requests ends vLLM on a CPU
-        given["lora-target-modules"] = tuple(sorted({name.rpartition(".")[2] for name in layer_matrices(Path(model))}))
+        given["lora-target-modules"] = tuple(sorted({name.rpartition(".")[2] for name in text_layers(Path(model))}))
     if on_cpu:  # a prefill that is split over steps ends the engine if requests have seeds
         if requested := [
             name for name in options.args or () if name.replace("_", "-").endswith("enable-chunked-prefill")

@@ -60,6 +60,14 @@ _MUON: Mapping[str, tuple[str, Any]] = MappingProxyType(
     }
 )
 """Options of Muon: verl's key, and Megatron's default where it differs from ours."""
+_OVERRIDES: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "momentum": ("momentum", ("muon", "sgd")),
+        "nesterov": ("nesterov", ("muon", "sgd")),
+        "ns_steps": ("iterations", ("muon",)),
+    }
+)
+"""Arguments of torch's optimizers in verl's override_optimizer_config: our option, and the optimizers that have it."""
 
 
 def optimizer(given: Given) -> Result:
@@ -80,4 +88,11 @@ def optimizer(given: Given) -> Result:
             out[f"optim.options.{own}"] = value
         else:
             given.ignore("only read with optimizer=muon", *spelled)
+    for of, (own, able) in _OVERRIDES.items():
+        for key in (f"{n}override_optimizer_config.{of}" for n in names):
+            if (value := given.value(key)) is None:
+                continue
+            if name not in able:
+                raise Refused(f"{key}={value}: {name or 'adamw'} has no such setting here; leave it out")
+            out[f"optim.options.{own}"] = value
     return out
