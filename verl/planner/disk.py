@@ -64,6 +64,8 @@ def _state_bytes(
     """Return the bytes of the masters and optimizer states of a trained role: under LoRA of its factors and of weights
     that are trained whole. frozen: the values that are not trained, and those outside of layers among them · head: it
     has an output head"""
+    matrices, short_side = model.body_parameters - model.embedding_parameters - frozen[0] + frozen[1], model.hidden
+    parameters -= frozen[0]
     if (factors := trained_factors(config, model.folder)) is not None:
         parameters, matrices, short_side = factors.parameters, factors.parameters, factors.rank
         parameters += factors.whole(head=head)
