@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from aiohttp import web
+from doubles import SGLANG, BadRequest, SglangDouble
 from serving import Running, texts_of, tokenizer
 
 from verl.model_engine.lora import read_lora
 from verl.parameter_set import POLICY_SET
+from verl.rollout import sglang
 from verl.rollout.api import Deadlines
 from verl.rollout.base import Capabilities, RolloutContext, ServerPlace, WeightReader, capabilities_of
 from verl.rollout.client import ServedEngine
@@ -188,3 +190,60 @@ class AdaptingServer(Running):
         limits = Deadlines(start_s=20, request_s=20, control_s=20)
         context = RolloutContext(hf_config=config, **given)
         return ServedEngine(context, replace(expected(), versions=None), VllmApi(), self.url, able, limits)
+
+
+class SglangAdapters(SglangDouble):
+    """SGLang's double with adapters: requests name one in `lora_path`, and a call that drops one waits for none."""
+
+    server: SglangServer
+
+    def routes(self) -> list[web.RouteDef]:
+        more = {"/load_lora_adapter": self._load, "/unload_lora_adapter": self._unload}
+        assert more.keys() <= set(SGLANG["paths"])
+        return [*super().routes(), *(web.post(path, handler) for path, handler in more.items())]
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        name = (await request.json()).get("lora_path")
+        if name is not None and name not in self.server.loaded:
+            raise BadRequest(f"The following requested LoRA adapters are not loaded: {name}")
+        ADAPTER.set(POLICY_SET.id if name is None else name)
+        return await super()._generate(request)
+
+    async def _load(self, request: web.Request) -> web.Response:
+        await self.server._load(request)
+        return web.json_response({"success": True, "error_message": "", "loaded_adapters": self.server.loaded})
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        await self.server._unload(request)
+        return web.json_response({"success": True, "error_message": "", "loaded_adapters": self.server.loaded})
+
+
+class SglangServer(AdaptingServer):
+    """The same behind SGLang's API."""
+
+    async def _run(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        config = copy.deepcopy(self.module.config)
+        config._attn_implementation = "sdpa"
+        context = RolloutContext(hf_config=config, max_context_tokens=self._room, dtype=torch.float32)
+        self.engine = Adapting(native.build(Options(), context, lanes=1), self._add_all)
+        await self.engine.load_weights(FolderWeights(self.module, 0))
+        self.double = SglangAdapters(self.engine, vocab=config.vocab_size, room=self._room + 1)
+        self.double.server = self
+        app = self.double.app()
+        app.middlewares.append(self._named)
+        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        with bound(ServeConfig(port=0)) as sock:
+            self.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            await web.SockSite(runner, sock).start()
+            self._up.set()
+            await self._stopping.wait()
+            await runner.cleanup()
+        await self.engine.close()
+
+    def client(self, rank: int = 8, **more: Any) -> ServedEngine:
+        place = ServerPlace(model=str(self.base), log=self.base / "log", url=self.url)
+        given = {"max_context_tokens": self._room, "dtype": torch.float32, "place": place, **more}
+        context = RolloutContext(hf_config=copy.deepcopy(self.module.config), **given)
+        return sglang.build(sglang.Options(lora_policy="adapter", max_lora_rank=rank), context)

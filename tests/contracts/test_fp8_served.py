@@ -159,6 +159,7 @@ def test_sglang_is_started_with_a_model_of_blocks_and_without_weights() -> None:
     assert found["modules_to_not_convert"] == kept and found["weight_block_size"] == [128, 128]
     assert (given["--load-format"], given["--dtype"]) == ("dummy", "bfloat16")
     plain = sglang.serve_command("py", sglang.Options(), replace(context, fp8=False), "/m", 1234)
+    assert not [word for word in plain if "lora" in word]
     assert not {"--json-model-override-args", "--load-format"} & {*plain}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adapting import LOAD, AdaptingServer
+from adapting import LOAD, AdaptingServer, SglangServer
 from test_weight_sync_contract import (  # noqa: F401 - fixtures of the same worlds
     BACKENDS,
     PROBES,
@@ -34,15 +35,17 @@ from verl.errors import Refused
 from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.quant_linear import quantise_linears, quantised_layers
-from verl.rollout.base import GenerateRequest, ReplicaLost, Sampling
+from verl.rollout import sglang
+from verl.rollout.base import GenerateRequest, ReplicaLost, RolloutContext, Sampling
 from verl.rollout.router import Router
 from verl.weight_sync.base import CheckedReader, SyncError
 from verl.weight_sync.sender import WeightSender
 from verl.wire import AS_HELD, FP8, WireFormat
 
-KINDS = [*ROLLOUTS, "server"]
+KINDS = [*ROLLOUTS, "server", "sglang"]
 WHOLE = [name for name in BACKENDS if name in QUICK and "buckets" not in name] + ["tcp"]
 DELIVERIES = [(kind, backend) for kind in ROLLOUTS for backend in WHOLE] + [("server", "shm"), ("server", "tcp")]
+DELIVERIES += [("sglang", "disk")]
 
 
 SERVERS: list[AdaptingServer] = []  # those of a test
@@ -57,7 +60,7 @@ def servers() -> Iterator[None]:
 
 
 def backend_of(kind: str) -> str:
-    return "shm" if kind == "server" else "local"
+    return {"server": "shm", "sglang": "disk"}.get(kind, "local")
 
 
 class FactorsWorld(World):
@@ -69,9 +72,10 @@ class FactorsWorld(World):
 
     def rollout(self, kind: str = "native", **more: Any) -> Any:
         """Return a rollout engine; kind server: the client of a server that loads adapters."""
-        if kind != "server":
+        if kind not in ("server", "sglang"):
             return super().rollout(kind, **more)
-        SERVERS.append(server := AdaptingServer(_fresh(True), _base_and_adapter(True) / "base"))
+        made = AdaptingServer if kind == "server" else SglangServer
+        SERVERS.append(server := made(_fresh(True), _base_and_adapter(True) / "base"))
         return server.client(**more)
 
     def publish(self, replicas, version: int, **more: Any) -> Any:
@@ -476,5 +480,29 @@ def test_a_replica_that_lost_its_server_gets_base_and_factors_again_beside_one_t
         for replica in router.replicas:
             assert distance(await scores(replica), world.logprobs()) < TOLERANCE
         await router.close()
+
+    run(test)
+
+
+def test_sglang_is_started_for_the_policys_adapters_and_reads_a_base_without_factors():
+    base = _base_and_adapter(True) / "base"
+    context = RolloutContext(hf_config=_fresh(True).config, max_context_tokens=64, dtype=torch.float32, lora_rank=4)
+    words = sglang.serve_command("py", sglang.Options(), replace(context, lora_versions=6), str(base), 1234)
+    told = " ".join(words)
+    assert "--enable-lora" in words and "--max-lora-rank 4 " in f"{told} " and "--max-loras-per-batch 7 " in f"{told} "
+    assert "--lora-target-modules down_proj gate_proj k_proj o_proj q_proj up_proj v_proj" in told, "not the head"
+
+    async def test():
+        world = FactorsWorld("disk")
+        replica = world.rollout("sglang")
+        await world.publish([replica], 0)
+        (server,) = SERVERS
+        taken = {path: body for path, body in server.double.asked}
+        folder = taken["/update_weights_from_disk"]["model_path"]
+        assert not any("lora_" in name for name in server.double.state) and not os.path.exists(folder)  # noqa: ASYNC240
+        await replica.generate(GenerateRequest("r", np.array([1, 2]), Sampling(max_tokens=2)))
+        path, body = next((p, b) for p, b in reversed(server.double.asked) if p == "/generate")
+        assert body["lora_path"] in server.loaded, "requests of the policy name its version"
+        await replica.close()
 
     run(test)

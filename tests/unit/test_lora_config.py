@@ -459,6 +459,25 @@ def test_vllm_gets_factors_or_merged_weights_and_the_plan_names_which(folder, mo
     assert apart in render_plan(planned(folder, RANK, "model.device=cuda", "rollout.engine=hf")), "not in pages"
 
 
+def test_sglang_gets_merged_weights_or_factors_where_it_is_told_to(folder):
+    sglang, adapter_ = (
+        ("rollout.engine=sglang", "rollout.python=/bin/true"),
+        "rollout.engine_options.lora_policy=adapter",
+    )
+    apart, merged = "rollout engines get the base once, then the factors", "rollout engines get all weights in each"
+    url = ("rollout.engine=sglang", "rollout.url=http://127.0.0.1:1", adapter_)
+    for given, line in {
+        sglang: merged,
+        (*sglang, adapter_): apart,
+        url: merged,
+        (*url, "rollout.engine_options.max_lora_rank=8"): apart,
+    }.items():
+        assert line in render_plan(planned(folder, RANK, *given)), given
+    routed = (*url, "rollout.engine_options.router=http://127.0.0.1:2")
+    with pytest.raises(ValueError, match="router=.* with lora_policy=adapter: it drops the name of an adapter"):
+        validate(resolved_of(folder, RANK, *routed).config)
+
+
 def test_ranks_of_vllm_that_would_cut_a_block_of_8_bits_are_refused(folder):
     def faults(ranks: int) -> list[str]:
         args = (*VLLM, "rollout.dtype=fp8", f"rollout.engine_options.tensor_parallel_size={ranks}")

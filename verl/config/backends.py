@@ -115,7 +115,7 @@ ROLLOUT: Table = {
     "hf": Backend(build="verl.rollout.hf:build"),
     "vllm": _server("vllm", "VLLM", memory="verl.rollout.vllm:memory", faults="verl.rollout.vllm:vllm_faults"),
     "server": _server("server_url", "VERL_SERVE"),
-    "sglang": _server("sglang", "SGLANG", faults="verl.rollout.sglang:router_faults"),
+    "sglang": _server("sglang", "SGLANG", faults="verl.rollout.sglang:sglang_faults"),
     "trtllm": _server("trtllm", "TRTLLM"),
     "openai": _server("openai", "OPENAI"),
 }

@@ -8,8 +8,17 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl.config.adapter import Shape, base_of, linear_layers, model_weights, read_factors, read_trained
-from verl.config.backends import traits_of
+from verl.config.adapter import (
+    TARGETS,
+    Shape,
+    base_of,
+    linear_layers,
+    model_weights,
+    one_projection,
+    read_factors,
+    read_trained,
+)
+from verl.config.backends import options_of, traits_of
 from verl.config.cluster import TRAINS
 from verl.config.devices import base_format, device_type_of, streams_buckets
 from verl.config.experts import fused_experts
@@ -117,7 +126,20 @@ def served_factors(config: Config) -> TrainedFactors | None:
     if factors.of_experts and device_type_of(config, "rollout") not in traits.lora_experts_on:
         return None
     room = factors.rank if url is None else options.get("max_lora_rank") or 0
-    return factors if options.get("lora_policy") != "merged" and room >= factors.rank else None
+    how = getattr(options_of(config, "rollout"), "lora_policy", "adapter")
+    return factors if how == "adapter" and room >= factors.rank else None
+
+
+def unreachable_layers(config: Config, engine: str) -> Iterator[str]:
+    """Yield the reason why a server of this engine cannot load the adapter of a policy that LoRA trains: the adapter of
+    zeros, which other requests use, needs one of `TARGETS`."""
+    try:
+        factors = served_factors(config)
+    except ValueError:  # reported with the settings of LoRA
+        return
+    if factors is not None and not one_projection(find_model_folder(config.model.path)):
+        at, fix = f"model.lora with rollout.engine={engine}", "set rollout.engine_options.lora_policy=merged"
+        yield f"{at}: {config.model.path} has none of {', '.join(TARGETS)}; {fix}"
 
 
 def reads_codes(config: Config) -> bool:

@@ -12,10 +12,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit
 
-from verl.bounds import Positive, PositiveInt, PositiveShare
+from verl.bounds import Positive, PositiveInt, PositiveShare, one_of
 from verl.rollout.traits import SGLANG
 
 if TYPE_CHECKING:
@@ -50,6 +51,14 @@ class Options:
     deterministic_inference: bool = False
     """A seed gives the same tokens whatever is in the batch. Without it SGLang ignores seeds. For a server at a URL:
     the server was started with it."""
+    lora_policy: Annotated[str, one_of("adapter|merged")] = "merged"
+    """How it gets a policy that LoRA trains. merged: in each version all weights, with the factors added. adapter: the
+    base once, then the factors of each version."""
+    max_lora_rank: PositiveInt | None = None
+    """The highest rank of adapters. None: that of such a policy. For a server at a URL: the rank that it was started
+    with; None: none."""
+    max_loras: PositiveInt = 4
+    """The number of adapters in one batch; more if pipeline.staleness lets more versions have running requests."""
     router: str | None = None
     """The URL of an sglang-router in front of the servers of rollout.url. Requests are sent through it; updates, scores
     and requests with top_p, top_k or min_p (which it would drop) are sent to each server directly."""
@@ -62,8 +71,11 @@ class Options:
     flag without a value."""
 
 
-def router_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
-    """Yield the faults of a router in front of servers that run already."""
+def sglang_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
+    """Yield the faults of adapters, and of a router in front of servers that run already."""
+    from verl.config.lora_layers import unreachable_layers
+
+    yield from unreachable_layers(config, "sglang")
     if (url := config.rollout.engine_options.get("router")) is None:
         return
     at, parts = f"rollout.engine_options.router={url}", urlsplit(url)
@@ -71,6 +83,8 @@ def router_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str,
         yield f"{at}: expected http://HOST:PORT"
     if config.rollout.url is None:
         yield f"{at}: it stands before servers that run already; name them in rollout.url, or leave it out"
+    if config.rollout.engine_options.get("lora_policy") == "adapter":
+        yield f"{at} with lora_policy=adapter: it drops the name of an adapter from requests; use merged"
     if config.cluster.backend != "inproc":
         why = "who connects to one server has to know what those of the others have verified"
         yield f"{at} with cluster.backend={config.cluster.backend}: {why}; set cluster.backend=inproc"
@@ -89,16 +103,19 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
 
     place = context.place
     assert place is not None, "a server has a place"
-    api = SglangApi(replace(SGLANG, seeds=options.deterministic_inference))
+    rank, by_adapter = lora_rank(options, context), options.lora_policy == "adapter"
+    api = SglangApi(replace(SGLANG, seeds=options.deterministic_inference, lora_policy=by_adapter))
     able = capabilities_of(
         api.traits,
         max_context_tokens=context.max_context_tokens,
-        sleep_levels=() if str(context.device) == "cpu" or place.url is not None else (1, 2),
+        lora_rank=rank,
+        # adapters are in the memory of weights
+        sleep_levels=() if str(context.device) == "cpu" or place.url is not None else (1,) if rank else (1, 2),
         notes=(NOTE, *(() if options.deterministic_inference else (SEEDS,)), *((BLACKWELL,) if context.fp8 else ())),
     )
-    expected = Expected(
-        name="SGLang", versions=(AT_LEAST, BELOW), needs={"logprobs": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"}
-    )
+    needs = {"logprobs": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"}
+    needs["adapters"] = "start it with --enable-lora, --max-lora-rank and --lora-target-modules"
+    expected = Expected(name="SGLang", versions=(AT_LEAST, BELOW), needs=needs)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     if place.url is not None:
         return ServedEngine(context, expected, api, place.url, able, deadlines, router=options.router)
@@ -108,7 +125,13 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     return ServedEngine(context, expected, api, launch, able, deadlines)
 
 
+def lora_rank(options: Options, context: RolloutContext) -> int:
+    """Return the highest rank of adapters that the server loads, 0 without adapters."""
+    return max(options.max_lora_rank or 0, context.lora_rank)
+
+
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
+    from verl.config.adapter import text_layers
     from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
     from verl.rollout.weight_format import block_fp8
@@ -131,6 +154,11 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
     }
     if context.float32_head:
         given["enable-fp32-lm-head"] = True
+    if rank := lora_rank(options, context):
+        layers = tuple(sorted({name.rpartition(".")[2] for name in text_layers(Path(model))}))
+        at_once = max(options.max_loras, context.lora_versions) + 1  # and the adapter of zeros
+        given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras-per-batch": at_once}
+        given["lora-target-modules"] = layers
     if context.fp8:  # the folder of the model has no scales
         quantised = {"quantization_config": block_fp8(context.hf_config)}
         given |= {"json-model-override-args": json.dumps(quantised), "load-format": "dummy"}

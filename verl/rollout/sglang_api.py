@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from verl.errors import Refused
+from verl.leftovers import OwnFolder
 from verl.rollout.api import Api, Post, TokenBudget
 from verl.rollout.base import PauseMode, Traits
 from verl.rollout.http import ServerRefused
@@ -17,18 +19,26 @@ from verl.rollout.vllm_api import WORDS
 from verl.rollout.wire import NotUnderstood, ServerAnswer
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
+from verl.weight_sync.version_folder import write_some
+
+POLICY = "policy"
+"""The name under which requests without an adapter are sent."""
 
 
 class SglangApi(Api):
     """SGLang's API. The client itself waits for requests or aborts them before an update: SGLang's `abort` mode ends
     the requests of all clients and leaves the scheduler running. An abort before its request reaches the scheduler is
     lost, and so is every later one. Therefore requests are held back here during a pause.
+
+    A policy of LoRA: the base is copied into a folder without the factors that are stored beside it, since SGLang reads
+    all tensors of a folder.
     """
 
     generate = "/generate"
 
     def __init__(self, traits: Traits = SGLANG) -> None:
         self.traits = traits
+        self._base: OwnFolder | None = None
 
     def body(
         self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: TokenBudget
@@ -50,6 +60,7 @@ class SglangApi(Api):
             "sampling_seed": s.seed,
         }
         body = {"rid": name, "input_ids": list(prompt), "sampling_params": params, "return_logprob": True}
+        body |= _adapter(model)
         return body | ({"return_sampling_mask": True} if truncated and s.temperature > 0 else {})
 
     def read(self, drawn: ServerAnswer, answer: Any) -> None:
@@ -75,10 +86,18 @@ class SglangApi(Api):
     async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
         params = {"max_new_tokens": 0, "temperature": 0.0}
         body = {"input_ids": ids.tolist(), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        body |= _adapter(model)
         found = (await post(self.generate, body, timeout_s))["meta_info"].get("input_token_logprobs")
         if not isinstance(found, list) or [entry[1] for entry in found] != ids.tolist():
             raise NotUnderstood("the server's input_token_logprobs are not those of the prompt")
         return np.array([entry[0] for entry in found[1:]], np.float32)
+
+    def adapting(self, name: str, folder: str) -> tuple[str, dict[str, Any]]:
+        return "/load_lora_adapter", {"lora_name": name, "lora_path": folder}
+
+    def dropping(self, name: str) -> tuple[str, dict[str, Any]]:
+        """Return the call that drops an adapter. SGLang answers it once no request uses the adapter."""
+        return "/unload_lora_adapter", {"lora_name": name}
 
     async def abort(self, post: Post, names: Sequence[str]) -> None:
         for name in names:
@@ -92,14 +111,23 @@ class SglangApi(Api):
         await post("/continue_generation", {"torch_empty_cache": False})
 
     async def announce(self, post: Post, sent: WeightSource) -> None:
-        await asyncio.to_thread(lambda: [None for _ in CheckedReader(sent).tensors()])
+        if sent.parameters.whole:
+            await asyncio.to_thread(lambda: [None for _ in CheckedReader(sent).tensors()])
+            return
+        self._base = OwnFolder("verl-lora-base-")
+        await asyncio.to_thread(write_some, sent, Path(sent.address), self._base.path / POLICY)
 
     async def deliver(self, post: Post, sent: WeightSource, name: str) -> None:
-        body = {"model_path": sent.address, "load_format": "auto", "weight_version": name}
+        base, self._base = self._base, None
+        address = sent.address if base is None else str(base.path / POLICY)
+        body = {"model_path": address, "load_format": "auto", "weight_version": name}
         try:
             found = await post("/update_weights_from_disk", body | {"flush_cache": True})
         except ServerRefused as e:
             raise SyncError(f"version {sent.version}: SGLang did not take it: {e}") from e
+        finally:
+            if base is not None:
+                base.cleanup()
         if not isinstance(found, dict) or found.get("success") is not True:
             raise SyncError(f"version {sent.version}: SGLang did not take it: {found}")
 
@@ -115,8 +143,9 @@ class SglangApi(Api):
             await self.resume(post)
 
     def routable(self, body: dict[str, Any]) -> bool:
-        """Return false for a request with a mask: sglang-router 0.3.2 silently drops fields that it does not know."""
-        return "return_sampling_mask" not in body
+        """Return false for a request with a mask or an adapter: sglang-router 0.3.2 silently drops fields that it does
+        not know."""
+        return not body.keys() & {"return_sampling_mask", "lora_path"}
 
     async def behind(self, get: Post) -> set[str]:
         found = await get("/workers")
@@ -127,3 +156,8 @@ class SglangApi(Api):
 
     async def release(self, get: Post) -> str:
         return str((await get("/server_info"))["version"])
+
+
+def _adapter(model: str) -> dict[str, str]:
+    """Return the field of a request that names its adapter, if it has one."""
+    return {} if model == POLICY else {"lora_path": model}

@@ -65,6 +65,8 @@ SGLANG = Traits(
     takes_weight_version=True,
     float32_head=True,
     fp8=True,
+    lora_policy=True,
+    lora_experts_on=frozenset(),
 )
 
 TRTLLM = Traits(

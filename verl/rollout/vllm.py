@@ -152,9 +152,7 @@ def _cut_block(path: str, ranks: int) -> str:
 
 def _adapter_faults(config: Config) -> Iterator[str]:
     """Yield the reason why vLLM cannot load the adapter of a policy that LoRA trains."""
-    from verl.config.adapter import TARGETS, one_projection
-    from verl.config.lora_layers import served_factors
-    from verl.config.model_files import find_model_folder
+    from verl.config.lora_layers import served_factors, unreachable_layers
 
     try:
         factors = served_factors(config)
@@ -163,8 +161,7 @@ def _adapter_faults(config: Config) -> Iterator[str]:
     at, fix = "model.lora with rollout.engine=vllm", "set rollout.engine_options.lora_policy=merged"
     if factors is not None and factors.rank > RANKS[-1]:
         yield f"{at}: rank {factors.rank}, and it loads adapters of at most {RANKS[-1]}; {fix}"
-    if factors is not None and not one_projection(find_model_folder(config.model.path)):
-        yield f"{at}: {config.model.path} has none of {', '.join(TARGETS)}; {fix}"
+    yield from unreachable_layers(config, "vllm")
 
 
 def lora_rank(options: Options, context: RolloutContext) -> int:

@@ -27,7 +27,7 @@ from verl.checkpoint.block_fp8 import quantization_config, unreadable
 from verl.checkpoint.hf import skeleton
 from verl.checkpoint.safetensors_file import DTYPES, host_bytes
 from verl.nn.fp8 import SCALES
-from verl.weight_sync.base import Entry, Parts, SyncError, TensorStream, saved_parts
+from verl.weight_sync.base import Entry, Parts, SyncError, TensorStream, WeightSource, open_stream, saved_parts
 from verl.weight_sync.shm import PIDS
 
 PREFIX = "verl-versions"
@@ -173,6 +173,27 @@ class FolderParts:
         entry = self._shapes[name]
         with self._path.open("rb") as file:
             return _tensor_at(file, self._layout.starts[name], entry.shape, entry.dtype)
+
+
+def write_some(sent: WeightSource, stored: Path, folder: Path) -> None:
+    """Write the tensors of a source's manifest as a new model folder, without others that are stored beside them. Raise
+    SyncError for a tensor that is missing or not what the manifest says. stored: the folder that has them"""
+    shapes = sent.delivered
+    model = stored if (stored / "config.json").is_file() else None
+    form = folder_form(model, shapes)
+    layout = file_layout(sent.version, shapes, form.parts)
+    folder.mkdir()
+    begin_folder(folder, layout, model, form.config)
+    file, left = FolderParts(folder, layout, shapes), {*shapes}
+    for name, tensor in open_stream(sent).tensors():
+        if (entry := shapes.get(name)) is not None:
+            if why := entry.difference(name, tensor):
+                raise SyncError(f"version {sent.version}: {why}")
+            file.write(name, [slice(0, size) for size in tensor.shape], tensor)
+            left.remove(name)
+    file.flush()
+    if left:
+        raise SyncError(f"version {sent.version}: {len(left)} tensors are not in {stored}, e.g. {min(left)}")
 
 
 class FolderStream(TensorStream):
