@@ -103,7 +103,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
 
     place = context.place
     assert place is not None, "a server has a place"
-    rank, by_adapter = lora_rank(options, context), options.lora_policy == "adapter"
+    rank, by_adapter = _rank_of_adapters(options, context), options.lora_policy == "adapter"
     api = SglangApi(replace(SGLANG, seeds=options.deterministic_inference, lora_policy=by_adapter))
     able = capabilities_of(
         api.traits,
@@ -125,7 +125,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     return ServedEngine(context, expected, api, launch, able, deadlines)
 
 
-def lora_rank(options: Options, context: RolloutContext) -> int:
+def _rank_of_adapters(options: Options, context: RolloutContext) -> int:
     """Return the highest rank of adapters that the server loads, 0 without adapters."""
     return max(options.max_lora_rank or 0, context.lora_rank)
 
@@ -154,7 +154,7 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
     }
     if context.float32_head:
         given["enable-fp32-lm-head"] = True
-    if rank := lora_rank(options, context):
+    if rank := _rank_of_adapters(options, context):
         layers = tuple(sorted({name.rpartition(".")[2] for name in text_layers(Path(model))}))
         at_once = max(options.max_loras, context.lora_versions) + 1  # and the adapter of zeros
         given |= {"enable-lora": True, "max-lora-rank": rank, "max-loras-per-batch": at_once}
