@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,7 @@ from verl.rollout.traits import SGLANG
 from verl.rollout.vllm_api import WORDS
 from verl.rollout.wire import NotUnderstood, ServerAnswer
 from verl.types import Sampling
-from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
-from verl.weight_sync.version_folder import write_some
+from verl.weight_sync.base import CheckedReader, FolderOfTensors, SyncError, WeightSource, open_stream
 
 POLICY = "policy"
 """The name under which requests without an adapter are sent."""
@@ -115,7 +113,9 @@ class SglangApi(Api):
             await asyncio.to_thread(lambda: [None for _ in CheckedReader(sent).tensors()])
             return
         self._base = OwnFolder("verl-lora-base-")
-        await asyncio.to_thread(write_some, sent, Path(sent.address), self._base.path / POLICY)
+        stream = open_stream(sent)
+        assert isinstance(stream, FolderOfTensors), "SGLang reads folders"
+        await asyncio.to_thread(stream.write_some, sent, self._base.path / POLICY)
 
     async def deliver(self, post: Post, sent: WeightSource, name: str) -> None:
         base, self._base = self._base, None

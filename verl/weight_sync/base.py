@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -116,6 +117,16 @@ class WeightSource:
     def read_as(self) -> set[str]:
         """The names of the delivered tensors as the reader reports them."""
         return {part for name in self.delivered for part, _, _ in self.parts.get(name, [(name, (), 0)])}
+
+
+@runtime_checkable
+class FolderOfTensors(Protocol):
+    """A stream of tensors that are in a model folder."""
+
+    def write_some(self, sent: WeightSource, folder: Path) -> None:
+        """Write the tensors of the source's manifest as a new model folder, without others that are stored beside them.
+        Raise SyncError for a tensor that is missing, or that is not what the manifest says."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

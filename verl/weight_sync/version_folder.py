@@ -27,7 +27,7 @@ from verl.checkpoint.block_fp8 import quantization_config, unreadable
 from verl.checkpoint.hf import skeleton
 from verl.checkpoint.safetensors_file import DTYPES, host_bytes
 from verl.nn.fp8 import SCALES
-from verl.weight_sync.base import Entry, Parts, SyncError, TensorStream, WeightSource, open_stream, saved_parts
+from verl.weight_sync.base import Entry, Parts, SyncError, TensorStream, WeightSource, saved_parts
 from verl.weight_sync.shm import PIDS
 
 PREFIX = "verl-versions"
@@ -175,27 +175,6 @@ class FolderParts:
             return _tensor_at(file, self._layout.starts[name], entry.shape, entry.dtype)
 
 
-def write_some(sent: WeightSource, stored: Path, folder: Path) -> None:
-    """Write the tensors of a source's manifest as a new model folder, without others that are stored beside them. Raise
-    SyncError for a tensor that is missing or not what the manifest says. stored: the folder that has them"""
-    shapes = sent.delivered
-    model = stored if (stored / "config.json").is_file() else None
-    form = folder_form(model, shapes)
-    layout = file_layout(sent.version, shapes, form.parts)
-    folder.mkdir()
-    begin_folder(folder, layout, model, form.config)
-    file, left = FolderParts(folder, layout, shapes), {*shapes}
-    for name, tensor in open_stream(sent).tensors():
-        if (entry := shapes.get(name)) is not None:
-            if why := entry.difference(name, tensor):
-                raise SyncError(f"version {sent.version}: {why}")
-            file.write(name, [slice(0, size) for size in tensor.shape], tensor)
-            left.remove(name)
-    file.flush()
-    if left:
-        raise SyncError(f"version {sent.version}: {len(left)} tensors are not in {stored}, e.g. {min(left)}")
-
-
 class FolderStream(TensorStream):
     """The `TensorStream` of one model folder."""
 
@@ -220,6 +199,24 @@ class FolderStream(TensorStream):
             first = 8 + int.from_bytes(raw.read(8), "little")
             for name, (dtype, shape, start) in whole.items():
                 yield name, _tensor_at(raw, first + start, shape, dtype)
+
+    def write_some(self, sent: WeightSource, folder: Path) -> None:
+        shapes = sent.delivered
+        stored = self._path.parent
+        form = folder_form(stored if (stored / "config.json").is_file() else None, shapes)
+        layout = file_layout(sent.version, shapes, form.parts)
+        folder.mkdir()
+        begin_folder(folder, layout, stored, form.config)
+        file, left = FolderParts(folder, layout, shapes), {*shapes}
+        for name, tensor in self.tensors():
+            if (entry := shapes.get(name)) is not None:
+                if why := entry.difference(name, tensor):
+                    raise SyncError(f"version {sent.version}: {why}")
+                file.write(name, [slice(0, size) for size in tensor.shape], tensor)
+                left.remove(name)
+        file.flush()
+        if left:
+            raise SyncError(f"version {sent.version}: {len(left)} tensors are not in {stored}, e.g. {min(left)}")
 
 
 def _tensor_at(file: BufferedReader, start: int, shape: Sequence[int], dtype: str) -> Tensor:
