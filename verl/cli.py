@@ -210,8 +210,10 @@ def _load(
     args: Sequence[str], verl_defaults: VerlDefaults | None = None, say: Callable[[str], None] = print
 ) -> Resolved:
     """Load the configuration, and print the translation of verl's keys."""
+    from verl.config.devices import saves_memory
     from verl.config.load import FITTED, load_config
     from verl.config.tree import values_of
+    from verl.processes.memory import use_huge_pages
 
     resolved = load_config(args, verl_defaults=verl_defaults)
     if resolved.notes:
@@ -221,6 +223,8 @@ def _load(
     if cut := [key for key, origin in resolved.origins.items() if origin.startswith(FITTED)]:
         values = values_of(resolved.config)
         say(f"{', '.join(f'{key}={values[key]}' for key in cut)}: {resolved.origins[cut[0]]}")
+    if saves_memory(resolved.config):
+        use_huge_pages()  # since memory that is returned is new when it is used again
     return resolved
 
 

@@ -14,6 +14,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.options import Options
 from verl.model_engine.sibling import build_sibling
 from verl.model_engine.torch_engine import build
+from verl.nn.quant import Int8, Nf4
 from verl.nn.quant_linear import quantised_layers
 
 SPEC = LoraSpec(rank=4, alpha=8.0)
@@ -53,6 +54,17 @@ def moved(engine):
             if name.endswith(B):
                 p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.2)
     return engine
+
+
+@each("kind", (Nf4, Int8))
+def test_factors_are_added_without_a_dequantised_weight(folder, kind, monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a whole weight, for nothing but its dtype")
+
+    monkeypatch.setattr(kind, "dequantised", refuse)
+    engine = build(Options(), context(folder, kind.__name__.lower()))
+    factors = [p for name, p in engine.model.named_parameters() if is_factor(name)]
+    assert factors and {p.dtype for p in factors} == {torch.float32}
 
 
 @each("kind", ("nf4", "int8"))

@@ -151,6 +151,35 @@ def test_memory_holds_the_quantised_weights_and_one_tensor(tmp_path):
     assert peak < quantised + (48 << 20), peak - quantised  # a tensor of 4 MB, and what its conversion takes
 
 
+KEEPS_A_FEW = """
+import os, threading
+import torch
+from verl.processes.memory import anonymous_mb, return_large_blocks
+
+return_large_blocks()
+kept, before_mb = [], anonymous_mb(os.getpid())
+
+def passes():
+    x = torch.ones(256, 1024)
+    for _ in range(24):  # as layers do: of several large results a small one is kept
+        gate, up = x.repeat(1, 6) * 1, x.repeat(1, 6) + 1
+        product = torch.nn.functional.silu(gate) * up
+        more = [torch.ones(256, 1024) for _ in range(5)]
+        x = product[:, :1024] + more[0]
+        kept.append(x)
+        x = x * 1
+thread = threading.Thread(target=passes)
+thread.start()
+thread.join()
+print(anonymous_mb(os.getpid()) - before_mb)
+"""
+
+
+def test_what_a_pass_frees_returns_to_the_system():
+    done = subprocess.run([sys.executable, "-c", KEEPS_A_FEW], capture_output=True, text=True, timeout=120, check=True)
+    assert 24 <= float(done.stdout) < 30, f"{done.stdout} MB for 24 MB of tensors; glibc alone needs 118"
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_bitsandbytes_in_transformers_writes_what_is_read_here_and_reads_what_we_write(
     tmp_path, exact, kind, reference

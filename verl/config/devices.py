@@ -44,6 +44,11 @@ def in_float32_alone(config: Config, device_type: str) -> bool:
     return device_type == "cpu" and base_format(config) != "none"
 
 
+def saves_memory(config: Config) -> bool:
+    """Return True if a run trades time for memory: its base has codes, or its layers are computed again."""
+    return base_format(config) != "none" or config.model.gradient_checkpointing in ("selective", "full")
+
+
 def colocated(config: Config) -> bool:
     """Return True if rollout and training use the same devices in turn."""
     wanted = config.pipeline.placement

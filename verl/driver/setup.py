@@ -25,7 +25,7 @@ from verl.chat.dates import date_line
 from verl.chat.template import Renderer
 from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
-from verl.config.devices import in_float32_alone
+from verl.config.devices import in_float32_alone, saves_memory
 from verl.config.model_files import declared_tie, describe_model, read_model_config, read_weight_headers
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
@@ -33,6 +33,7 @@ from verl.data.source import LoadReport
 from verl.driver.driver_host import DriverHost
 from verl.errors import Refused
 from verl.planner.card import CardFacts
+from verl.processes.memory import return_large_blocks
 from verl.rollout.base import Capabilities
 from verl.workers.group import DevicePlace
 from verl.workers.pools import main_pool
@@ -41,8 +42,10 @@ logger = logging.getLogger(__name__)
 
 
 def set_up_process(config: Config) -> None:
-    """Set threads and seeds. Nothing samples from these generators in a step; user code may."""
+    """Set threads, seeds and how memory is returned. Nothing samples from these generators in a step; user code may."""
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    if saves_memory(config):
+        return_large_blocks()
     transformers_logging.disable_progress_bar()
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)

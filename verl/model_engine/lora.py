@@ -28,7 +28,7 @@ from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.lora_spec import LoraSpec, check_rank, check_saved, target_modules, weights_to_save
 from verl.nn.expert_lora import add_to_experts, experts_of, from_peft
 from verl.nn.lora import layer_size, with_product
-from verl.nn.quant_linear import ROUTERS, quantised_layers
+from verl.nn.quant_linear import ROUTERS, QuantLinear, quantised_layers
 from verl.parameter_set import POLICY_SET, ParameterSet, is_experts
 
 A, B = "lora_A", "lora_B"
@@ -85,11 +85,11 @@ class LoraLayers:
         rank, (*experts, into, out) = self.parameters.rank, layer_size(model, target, TRAINED_SET)
         check_rank(rank, target, (out, into), type(model).__name__)
         layer = model.get_submodule(_holder(target))
-        weight = model.get_parameter(target) if experts else layer.weight  # a quantised layer makes it anew each time
+        like = model.get_parameter(target) if experts else _like(layer)
         if not experts and not isinstance(layer, nn.Linear):  # its weight is [in, out]
             self._turned.add(f"{target}.weight")
         for name, shape in zip(own_names(target), ((*experts, rank, into), (*experts, out, rank)), strict=True):
-            empty = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+            empty = torch.empty(shape, dtype=like.dtype, device=like.device)
             layer.register_parameter(name.rpartition(".")[2], nn.Parameter(empty))
         if experts:
             add_to_experts(layer, partial(self._of_experts, layer, _holder(target)), self.parameters.scale)
@@ -239,6 +239,15 @@ class LoraLayers:
 def is_factor(name: str) -> bool:
     """Return True for the name of a factor in a model."""
     return name.endswith((A, B))
+
+
+def _like(layer: nn.Module) -> Tensor:
+    """Return a tensor with the dtype and on the device that the factors of a layer have: its weight, or for a quantised
+    layer an empty one, since reading its weight would dequantise it."""
+    if isinstance(layer, QuantLinear):
+        return torch.empty(0, dtype=layer.quantised.dtype, device=layer.codes.device)
+    weight: Tensor = layer.weight  # type: ignore[assignment]
+    return weight
 
 
 def own_names(target: str) -> tuple[str, str]:

@@ -47,7 +47,7 @@ class ExpertsWithFactors:
         if factors is None:
             return out
         a, b = (factor.to(x) for factor in factors)
-        return out + by_expert(by_expert(x, a, ends), b, ends) * self._scale
+        return out + by_expert(by_expert(x, a, ends) * self._scale, b, ends)
 
 
 def by_expert(x: Tensor, weights: Tensor, ends: Tensor) -> Tensor:

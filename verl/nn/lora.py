@@ -106,4 +106,4 @@ def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, one: LowR
 
 def with_product(output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return the output [..., out] of a layer for x [..., in] with the product of the factors, scale * B A x, added."""
-    return output + linear(linear(x, a), b) * scale
+    return output + linear(linear(x, a) * scale, b)  # the few values between them are scaled

@@ -99,7 +99,11 @@ class Nf4:
 
     def dequantised(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight in `dtype` (None: that of the weight that was quantised), rounded from float32."""
-        return self._values(0, prod(self.shape), dtype or self.dtype).view(self.shape)
+        whole = torch.empty(self.shape, dtype=dtype or self.dtype, device=self.codes.device)
+        for number, some in enumerate(whole.view(-1).split(AT_ONCE)):  # what is made on the way stays small
+            first = number * AT_ONCE
+            some.copy_(self._values(first, first + len(some), whole.dtype))
+        return whole
 
     def tiles(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield the weight [N, K] in `dtype`, a few of its rows at a time."""
@@ -112,9 +116,9 @@ class Nf4:
     def _values(self, start: int, stop: int, dtype: torch.dtype) -> Tensor:
         """Return the values start .. stop of the flat weight; start is that of a block."""
         codes, scales = self.codes[start // 2 : -(-stop // 2)], self._scales(start // BLOCK, -(-stop // BLOCK))
-        pairs = torch.stack((codes >> 4, codes & 15), 1).flatten()[: stop - start]
-        blocks = pad(_levels(pairs.device)[pairs.int()], (0, -len(pairs) % BLOCK)).view(-1, BLOCK)
-        return (blocks * scales.unsqueeze(1)).flatten()[: stop - start].to(dtype)
+        values = _pairs(codes.device).index_select(0, codes.int()).flatten()
+        blocks = pad(values, (0, -len(values) % BLOCK)).view(-1, BLOCK)
+        return blocks.mul_(scales.unsqueeze(1)).flatten()[: stop - start].to(dtype)
 
     def _scales(self, start: int, stop: int) -> Tensor:
         """Return the scales of the blocks start .. stop, float32."""
@@ -154,7 +158,7 @@ class Int8:
 
     def dequantised(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the weight in `dtype` (None: that of the weight that was quantised), rounded from float32."""
-        return (self.codes * self.absmax.view(-1, 1) * OF_127).to(dtype or self.dtype)
+        return (self.codes * self.absmax.view(-1, 1)).mul_(OF_127).to(dtype or self.dtype)
 
     def tiles(self, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yield the weight [N, K] in `dtype`, a few of its rows at a time."""
@@ -288,3 +292,10 @@ def _refuse_not_finite(scales: Tensor, name: str) -> None:
 @cache
 def _levels(device: torch.device) -> Tensor:
     return torch.tensor(NF4_LEVELS, device=device)
+
+
+@cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two values of each byte of codes, [256, 2] float32."""
+    levels = _levels(device)
+    return torch.stack((levels.repeat_interleave(16), levels.repeat(16)), 1)

@@ -1,4 +1,5 @@
-"""The memory of processes and of the machine, as the kernel reports it. Standard library only."""
+"""The memory of processes and of the machine, as the kernel reports it, and how it is allocated. Standard library
+only."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LARGE_BYTES = 1 << 20
+"""The least size of a block of memory that `return_large_blocks` is about."""
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 def over_limit_mb(limit_mb: float, pids: list[int], kernel_mb: float = 0.0) -> float | None:
@@ -88,3 +92,20 @@ def proportional_mb(pid: int) -> float:
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
     except (OSError, StopIteration):
         return resident_mb(pid)
+
+
+def return_large_blocks() -> None:
+    """Let the C library return the memory of each large block to the system when it is freed. By default glibc keeps
+    blocks of up to 32 MiB, and the few tensors that a pass keeps lie among those that it frees: the gaps between them
+    fit nothing else. Another C library is left as it is."""
+    import ctypes
+
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def use_huge_pages() -> None:
+    """Let torch, which must not be loaded yet, place tensors of 2 MiB and more in huge pages where the system has them:
+    new memory is then several times cheaper."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")

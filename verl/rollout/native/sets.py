@@ -1,4 +1,4 @@
-"""LoRA sets of the native engine: B (A x) * scale is added to the products of the rows of a set, never to its weights.
+"""LoRA sets of the native engine: B (A x * scale) is added to the products of the rows of a set, never to its weights.
 
 The factors are fused as the weights are (`Projections`): one A for all projections of a product, one B with a block for
 each. The arithmetic is that of `nn/lora.py`: both products and their multiple are rounded to the dtype of the layer.
@@ -120,9 +120,9 @@ class Factors:
     sizes: tuple[int, ...]
     """The outputs of each projection."""
 
-    def times(self, x: Tensor) -> Tensor:
-        """Return B (A x) [n, out] for x [n, in]."""
-        low = self.a(x).view(len(x), len(self.blocks), -1)
+    def times(self, x: Tensor, scale: float) -> Tensor:
+        """Return B (A x * scale) [n, out] for x [n, in]."""
+        low = self.a(x).mul_(scale).view(len(x), len(self.blocks), -1)
         each = [
             x.new_zeros(len(x), size) if block is None else block(low[:, i].contiguous())
             for i, (block, size) in enumerate(zip(self.blocks, self.sizes, strict=True))
@@ -174,8 +174,8 @@ class LoraSet:
     """The factors as the function of all layers reads them; None if there is no such function."""
 
     def times(self, key: str, x: Tensor) -> Tensor:
-        """Return B (A x) * scale [n, out] for x [n, in]."""
-        return self.products[key].times(x).mul_(self.parameters.scale)
+        """Return B (A x * scale) [n, out] for x [n, in]."""
+        return self.products[key].times(x, self.parameters.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ class StackedFactors:
         scales [n, 1]"""
         a, b = self._products[key]
         low = torch.where(own, a(x).view(len(x), self.places, -1), 0)  # not a factor: 0 x NaN is NaN
-        return (b(low.flatten(1)) * scales).to(x.dtype)
+        return b((low.flatten(1) * scales).to(x.dtype)).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
