@@ -245,7 +245,7 @@ def _like(layer: nn.Module) -> Tensor:
     """Return a tensor with the dtype and on the device that the factors of a layer have: its weight, or for a quantised
     layer an empty one, since reading its weight would dequantise it."""
     if isinstance(layer, QuantLinear):
-        return torch.empty(0, dtype=layer.quantised.dtype, device=layer.codes.device)
+        return torch.empty(0, dtype=layer.quantised.dtype, device=layer.quantised.codes.device)
     weight: Tensor = layer.weight  # type: ignore[assignment]
     return weight
 
