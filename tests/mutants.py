@@ -881,7 +881,7 @@ MUTANTS = (
     Mutant("model_engine/lora.py", "product.T if name in self._turned else product", "product", LORA_TRAINING),
     Mutant(
         "nn/expert_lora.py",
-        "by_expert(x, a, ends), b, ends) * self._scale",
+        "by_expert(x, a, ends) * self._scale, b, ends)",
         "by_expert(x, a, ends), b, ends)",
         LORA_TRAINING,
     ),
@@ -981,7 +981,7 @@ MUTANTS = (
     ),
     Mutant("rollout/native/prefill.py", "if key[0] != name}", "}", NATIVE_SETS),
     Mutant("rollout/native/sets.py", "else interleaved(block, half)", "else block", NATIVE_SETS),
-    Mutant("rollout/native/sets.py", ".mul_(self.parameters.scale)", "", NATIVE_SETS),
+    Mutant("rollout/native/sets.py", ".mul_(scale)", "", NATIVE_SETS),
     Mutant("rollout/native/sets.py", "torch.where(own, a(x)", "torch.where(own | True, a(x)", NATIVE_SETS),
     Mutant("rollout/native/model.py", "slots = order if", "slots = order.sort().values if", NATIVE_SETS),
     Mutant("accel/cpu/linear.py", "(layer, name)[i] =", "(layer, name)[min(i, 1)] =", NATIVE_SETS),
