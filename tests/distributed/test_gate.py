@@ -9,6 +9,7 @@ import itertools
 import os
 from collections.abc import Sequence
 
+import hybrid
 import numpy as np
 import pytest
 import torch
@@ -167,6 +168,7 @@ FAMILIES = {
     "mixtral": (("EP", "TP"), lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))),
     "olmoe": (("EP",), lambda: OlmoeForCausalLM(OlmoeConfig(**PLAIN, num_experts=4, num_experts_per_tok=2))),
     "qwen2, experts": (("EP", "TP"), lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**PLAIN, **FEW_EXPERTS))),
+    "delta nets": (("DP", "FSDP"), lambda: hybrid.model("qwen3_next", vocab_size=VOCAB)),
     "gpt2": (("SP",), lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB))),
 }
 FEW_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)

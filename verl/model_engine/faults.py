@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from verl.accel.families import FUSED_TYPES
+from verl.accel.families import DELTA_TYPES, FUSED_TYPES, STATE_LAYERS, unpacked_states
 from verl.config.adapter import teacher_models
 from verl.config.backends import layout_of, options_of
 from verl.config.cluster import placed_roles
@@ -27,6 +27,7 @@ COMPILE = "model.engine_options.compile=true"
 def torch_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
     """Yield a line per fault."""
     options = options_of(config, "model")
+    yield from _state_faults(config)
     if not options.compile:
         return
     if options.attention == "padded":
@@ -38,6 +39,18 @@ def torch_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, 
     if kind not in FUSED_TYPES:
         able = ", ".join(FUSED_TYPES)
         yield f"{COMPILE}: model.path={config.model.path} is a {kind}; compiled are {able}; leave it out"
+
+
+def _state_faults(config: Config) -> Iterator[str]:
+    """Yield a line if packed rows are asked for and the policy's states are not computed for them."""
+    try:
+        text = text_config(read_model_config(Path(describe_model(config.model.path).folder)))
+    except ValueError:
+        return  # another check reports it
+    kind = str(text.get("model_type"))
+    states = STATE_LAYERS & {*text.get("layer_types", ())}
+    if states and kind not in DELTA_TYPES and options_of(config, "model").attention != "padded":
+        yield f"model.path={config.model.path} {unpacked_states(kind)}"
 
 
 def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
@@ -52,6 +65,7 @@ def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str
         yield f"model.quantization={config.model.quantization}: codes are not divided among ranks; {fix}"
     elif (kind := folder_format(config.model.path)) != "none":
         yield f"model.path={config.model.path}: its {kind} codes are not divided among ranks; use model.engine=torch"
+    yield from _state_faults(config)
     layout = layout_of(config)
     if layout.world_size == 1:
         yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"
@@ -85,6 +99,9 @@ def _shared(what: str, path: str, layout: Layout) -> list[str]:
     wanted = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
     kind, both = str(text.get("model_type")), layout.tensor * layout.sequence
     alone = "(parameters are sharded over the data ranks then)"
+    if layout.tokens > 1 and (kind in DELTA_TYPES or STATE_LAYERS & {*text.get("layer_types", ())}):
+        why = f"{what} is a {kind}, and ranks that share the tokens of a row do not pass its states on"
+        return [f"parallel.{layout.tokens_key}={layout.tokens}: {why}; leave it out {alone}"]
     if layout.tensor > 1 and not (planned or kind in TENSOR_PLANS):
         return [f"{wanted}: {what} is a {kind}, which cannot be cut over ranks here; use parallel.tensor=1 {alone}"]
     if layout.pipeline > 1 and not (planned or kind in PIPELINE_PLANS):

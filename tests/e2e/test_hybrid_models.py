@@ -1,0 +1,85 @@
+"""Runs of a model with gated delta nets, and what such models cannot do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hybrid import model
+from small_runs import metrics_of, small_args, small_run
+from transformers import AutoModelForCausalLM
+
+from verl.config.load import load_config
+from verl.config.validate import validate
+from verl.models import tiny
+from verl.recipes import arithmetic
+
+
+def saved(kind: str, root: Path) -> Path:
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    return tiny.save(model(kind, **ends), tokenizer, root / kind)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved("qwen3_5_text", tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, more", [("qwen3_next", ()), ("qwen3_5_text", ("model.lora.rank=4",))])
+def test_what_is_sampled_is_what_is_trained(
+    arithmetic_data: Sequence[Path], tmp_path: Path, kind: str, more: Sequence[str]
+) -> None:
+    """Factors are in all projections of the delta nets too."""
+    folder = saved(kind, tmp_path)
+    done = small_run(tmp_path, folder, arithmetic_data, "checkpoint.every_steps=3", *more)
+    last = metrics_of(tmp_path / "r")[3]
+    assert done.steps == 3 and last["mismatch/max_abs_dlogp"] < 1e-5 and last["sync/canary_mean_abs"] < 1e-5
+    if more:
+        targets = json.loads(next((tmp_path / "r").rglob("adapter_config.json")).read_text())["target_modules"]
+        ends = {name.rpartition(".")[2] for name in targets}
+        assert ends >= {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"}, ends
+        return
+    loaded, found = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "r" / "checkpoints" / "step_3" / "hf", output_loading_info=True
+    )
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    before = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    changed = {name for name, p in loaded.named_parameters() if not torch.equal(p, before[name])}
+    assert {name for name in before if ".linear_attn." in name} <= changed
+
+
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        ("parallel.sequence=2", "parallel.sequence=2: .* ranks that share the tokens of a row do not pass its states"),
+        ("parallel.context=2", "parallel.context=2: .* ranks that share the tokens of a row do not pass its states on"),
+        ("parallel.tensor=2", "parallel.tensor=2: .* is a qwen3_5_text, which cannot be cut over ranks here"),
+        ("parallel.pipeline=2", "parallel.pipeline=2: .* is a qwen3_5_text, which cannot be cut into stages here"),
+    ],
+)
+def test_ranks_that_do_not_share_states_are_refused(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, given: str, line: str
+) -> None:
+    ranks = ("cluster.ranks_per_node=2", "cluster.backend=ray", given)
+    with pytest.raises(ValueError, match=line):
+        validate(load_config(small_args(tmp_path, folder, arithmetic_data, *ranks)).config)
+
+
+def test_other_states_are_refused_for_packed_rows_before_a_start(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in folder.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    described = json.loads((other / "config.json").read_text()) | {"model_type": "olmo_hybrid"}
+    (other / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match=r"model_type olmo_hybrid\) has layers that keep a state .*attention=padded"):
+        validate(load_config(small_args(tmp_path, other, arithmetic_data)).config)
+    padded = ("model.engine_options.attention=padded", "model.engine_options.share_prefix=false")
+    validate(load_config(small_args(tmp_path, other, arithmetic_data, *padded)).config)
