@@ -684,7 +684,7 @@ MUTANTS = (
         "nn/vision.py", "every.cumsum(0) - 1, -1)", "every.cumsum(0) - 1, 0)", "tests/numerics/test_vision_families.py"
     ),
     Mutant("models/pictures.py", "self._kept.move_to_end(reference)", "pass", "tests/unit/test_pictures.py"),
-    Mutant("models/pictures.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
+    Mutant("models/image_files.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
     Mutant("nn/vision.py", "if deeper:", "if not deeper:", VISION),
     Mutant("nn/fp8.py", "values.float() * by_row(scales, rows)", "values.float() / by_row(scales, rows)", BLOCKS),
     Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),

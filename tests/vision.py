@@ -173,3 +173,38 @@ def image_folder(folder: Path, kind: str, **given: Any) -> Path:
     sizes = {"size": {"shortest_edge": 16, "longest_edge": 4096}}
     Qwen2VLImageProcessorPil(**sizes, patch_size=2, temporal_patch_size=1, merge_size=2).save_pretrained(folder)
     return folder
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|assistant|>' }}"
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""A chat template that writes a placeholder for each image, as Qwen's."""
+
+
+def image_tokenizer() -> Any:
+    """Return a tokenizer of characters, with the special tokens of images that the models have."""
+    from tokenizers import Tokenizer, decoders, models
+
+    from verl.models import tiny
+
+    characters = "abcdefghijklmnopqrstuvwxyz0123456789 <>|_?.,=+:!\n"
+    vocab = {token: i for i, token in enumerate([*tiny.SPECIAL_TOKENS, *characters])}
+    assert len(vocab) <= START
+    seen = {"<|vision_start|>": START, "<|vision_end|>": END, "<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO}
+    core = Tokenizer(models.BPE(vocab=vocab | seen, merges=[]))
+    core.add_special_tokens([*tiny.SPECIAL_TOKENS, *seen])
+    core.decoder = decoders.Fuse()
+    return tiny.with_chat(core, TEMPLATE)
+
+
+def chat_folder(folder: Path, kind: str) -> Path:
+    """Write a model that reads images with the settings of its image processor and its tokenizer."""
+    tokenizer = image_tokenizer()
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    image_folder(folder, kind)
+    model(kind, **ends).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -9,9 +9,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
+
+from verl.medium import Grid as Grid
+from verl.medium import Medium as Medium
+from verl.medium import TaskImage as TaskImage
 
 Source = Literal["prompt", "sampled", "env", "stored"]
 LEARNED: frozenset[Source] = frozenset(("sampled", "stored"))
@@ -82,7 +86,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One dataset row. `row` contains all its columns; `prompt_ids` the rendered, tokenised prompt."""
+    """One dataset row. `row` contains all its columns; `prompt_ids` the rendered, tokenised prompt.
+
+    media: the images of the prompt, once the task is admitted and their content is in the queue's store
+    lost: why their content could not be read; "" if it could
+    """
 
     task_id: str
     index: int
@@ -93,7 +101,9 @@ class Task:
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
     agent: str = ""
-    media: tuple[str, ...] = ()
+    images: tuple[TaskImage, ...] = ()
+    media: tuple[Medium, ...] = ()
+    lost: str = ""
     teacher: str = ""
     context_ids: np.ndarray | None = None
     answer_ids: np.ndarray | None = None
@@ -103,24 +113,6 @@ class Task:
 
 TEMPLATE = -3
 """The version of tokens that the chat template wrote around a tool's answer: ends of turns, headers."""
-
-Grid = tuple[int, int, int]
-"""The frames, rows and columns of an image's patches."""
-
-
-class Medium(NamedTuple):
-    """An image or another input that is not text: its features replace the embeddings of tokens of a segment."""
-
-    reference: str
-    """The hash of its content."""
-    start: int
-    """The first of its placeholder tokens, counted from the segment's first token."""
-    tokens: int
-    """The number of its placeholder tokens."""
-
-    @property
-    def end(self) -> int:
-        return self.start + self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

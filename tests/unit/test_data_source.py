@@ -14,7 +14,7 @@ import pytest
 
 from verl.chat.template import render_prompt
 from verl.config.schema import DataConfig
-from verl.data import render, source
+from verl.data import source
 from verl.data.files import RawRow
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.parallel import run_chunks
@@ -65,7 +65,7 @@ def test_gsm8k_becomes_tasks(tokenizer: Any, config: Any) -> None:
     table = load_tasks([str(GSM8K)], tokenizer, config())
     assert len(table) == table.report.rows_kept == 300 and not table.report.from_cache
     task = table[7]
-    assert task.index == 7 and task.prompt_ids.dtype == np.int64 and task.tools == task.media == ()
+    assert task.index == 7 and task.prompt_ids.dtype == np.int64 and task.tools == task.images == ()
     assert np.array_equal(task.prompt_ids, render_prompt(tokenizer, task.messages, template_kwargs={}))
     line = json.loads(GSM8K.read_text().splitlines()[7])
     assert task.row == line and task.data_source == "openai/gsm8k" and line["answer"].endswith(task.ground_truth)
@@ -166,23 +166,17 @@ def test_rows_survive_storage_exactly(tokenizer: Any, config: Any, monkeypatch: 
     assert content_hash(row, 6) == content_hash(dict(reversed(row.items())), 6) != content_hash({**row, "n": 1}, 6)
 
 
-def test_tools_and_media_of_a_row_come_with_its_task(
-    tokenizer: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tools_of_a_row_come_with_its_task(tokenizer: Any, config: Any, tmp_path: Path) -> None:
     other = copy.deepcopy(tokenizer)
     other.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + TEMPLATE
     tool = {"type": "function", "function": {"name": "f"}}
-    images = ["a.png", {"bytes": "AAAA", "path": "b.png"}, {"bytes": "AAAB", "path": "b.png"}]
-    rows = [{"prompt": "x", "tools": [tool], "images": images}, {"prompt": "x", "tools": json.dumps([tool])}]
+    rows = [{"prompt": "x", "tools": [tool]}, {"prompt": "x", "tools": json.dumps([tool])}]
     file = write(tmp_path / "a.jsonl", [*rows, {"prompt": "x"}])
-    monkeypatch.setattr(render, "refuse_media", lambda row, messages, where: None)
     built, cached = (load_tasks([file], other, config(tools_key="tools")) for _ in range(2))
     assert cached.report.from_cache and cached.key == built.key
     for table in (built, cached):
         assert [task.tools for task in table] == [(tool,), (tool,), ()]
         assert len(table[0].prompt_ids) > len(table[2].prompt_ids)
-        assert table[0].media[0] == "a.png" and len(set(table[0].media)) == 3 and table[1].media == ()
-        assert all(m.startswith("blake2b:") for m in table[0].media[1:])
     assert [task.media for task in built] == [task.media for task in cached]
 
 

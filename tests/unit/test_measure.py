@@ -25,6 +25,7 @@ from verl.driver.measure import batch_metrics, spread
 from verl.driver.record import SampleRecorder, build_recorder
 from verl.driver.replay import recorded_sample
 from verl.driver.rollouts import RolloutStats
+from verl.driver.task_media import TaskMedia
 from verl.driver.trajectories import TrajectoryRunner
 from verl.model_engine.base import OneRank
 from verl.rollout.base import ReplicaLost
@@ -310,7 +311,7 @@ class Here:
             timeout_s=60,
             reward_timeout_s=60,
         )
-        self.groups, self.failure = self, None
+        self.groups, self.failure, self.media = self, None, TaskMedia(None)
         self.reporter, self._recorder = self, SampleRecorder(MemoryQueue(), tmp_path, str)
         self.verl_names = False
 

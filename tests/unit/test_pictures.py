@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 from PIL import Image
 from vision import encoded, image_folder, png
 
-from verl.models.pictures import MAX_PIXELS, Pictures, decoded_image, image_processor
+from verl.models.image_files import MAX_PIXELS, decoded_image, image_processor, image_size
+from verl.models.pictures import Pictures, processed
 from verl.transfer_queue.media import MemoryMedia
 
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8))
@@ -39,8 +42,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: None if isinstance(value, bytes) else value[:30],
 )
 def test_files_that_are_refused(content: bytes, line: str) -> None:
-    with pytest.raises(ValueError, match=line):
-        decoded_image(content, "x")
+    for read in (decoded_image, lambda content, where: image_size(io.BytesIO(content), where)):
+        with pytest.raises(ValueError, match=line):
+            read(content, "x")
 
 
 def test_every_kind_of_pixel_becomes_red_green_and_blue() -> None:
@@ -57,6 +61,43 @@ def test_every_kind_of_pixel_becomes_red_green_and_blue() -> None:
     assert decoded_image(encoded(turned, "JPEG", exif=turned.getexif()), "x").size == (4, 5), "upright"
 
 
+def turned(kind: str, orientation: int, *, last: bool = False) -> bytes:
+    """Return an image of 5 x 4 pixels with an EXIF orientation. last: behind the pixels."""
+    image = Image.new("RGB", (5, 4))
+    image.getexif()[0x0112] = orientation
+    content = encoded(image, kind, exif=image.getexif())
+    if last:
+        data = b"eXIf" + image.getexif().tobytes()
+        chunk = (len(data) - 4).to_bytes(4, "big") + data + zlib.crc32(data).to_bytes(4, "big")
+        content = (plain := encoded(Image.new("RGB", (5, 4))))[:-12] + chunk + plain[-12:]
+    return content
+
+
+def test_a_header_gives_the_size_of_the_upright_image(monkeypatch: Any) -> None:
+    for kind in ("PNG", "JPEG", "WEBP", "TIFF", "BMP", "GIF"):
+        files = [encoded(Image.new("RGB", (5, 4)), kind)]
+        files += [turned(kind, n) for n in range(1, 9)] if kind in ("PNG", "JPEG", "WEBP", "TIFF") else []
+        files += [turned(kind, 6, last=True)] if kind == "PNG" else []
+        for content in files:
+            whole = decoded_image(content, "x")
+            assert image_size(io.BytesIO(content), "x") == (whole.height, whole.width), kind
+    assert image_size(io.BytesIO(turned("PNG", 6, last=True)), "x") == (5, 4)
+    monkeypatch.setattr("verl.models.image_files.decoded_image", None)
+    for content in (png(12, 8), encoded(NOISE, "JPEG"), encoded(NOISE, "WEBP")):
+        assert image_size(io.BytesIO(content), "x") == (8, 12), "without decoding it"
+
+
+@pytest.mark.parametrize("size", [(4, 4), (12, 8), (37, 5), (90, 200)])
+def test_the_size_alone_gives_the_grid_and_the_tokens_of_an_image(folder: Path, size: tuple[int, int]) -> None:
+    processor, (family, config) = image_processor(folder)
+    picture = processed(processor, decoded_image(png(*size), "x"), "x", family, config)
+    assert family.grid_of is not None and family.expansion is not None and family.placeholder is not None
+    assert family.grid_of(processor, *size[::-1]) == picture.grid
+    ids, start, tokens = family.expansion(config, picture.grid)
+    assert ids.tolist() == [family.placeholder(config)] * tokens and start == 0
+    assert tokens == family.tokens(config, picture.grid) == picture.grid[1] * picture.grid[2] // 4
+
+
 def test_images_are_processed_once_and_kept_within_a_number_of_bytes(folder: Path, monkeypatch: Any) -> None:
     store, read = MemoryMedia(), list[str]()
     a, b, c = (store.put(png(12, 8, seed), "test") for seed in range(3))
@@ -69,7 +110,7 @@ def test_images_are_processed_once_and_kept_within_a_number_of_bytes(folder: Pat
     again = pictures.of([c, a])
     assert read == [a, b, c] and pictures.kept_bytes == 2 * each and again[a] is found[a]
     assert torch.equal(pictures.of([b])[b].patches, found[b].patches) and read == [a, b, c, b], "it was read first"
-    own = image_processor(folder)(
+    own = image_processor(folder)[0](
         images=[Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8))]
     )
     np.testing.assert_array_equal(found[a].patches, own["pixel_values"])

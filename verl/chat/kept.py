@@ -53,7 +53,7 @@ def dropped(
 def holds_ambiguous(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if a text of the messages could be found in a rendering by chance, because it is short or equal to
     another one."""
-    texts = [text for m in messages for key in TEXT_KEYS if (text := str(m.get(key) or "").strip())]
+    texts = [text for m in messages for key in TEXT_KEYS for part in texts_in(m.get(key)) if (text := part.strip())]
     return len(set(texts)) < len(texts) or any(len(text) < SHORT for text in texts)
 
 
@@ -61,19 +61,36 @@ def with_sentinels(messages: Sequence[Mapping[str, Any]]) -> tuple[tuple[Any, ..
     """Return the shape of the messages, and messages of that shape in which every text is replaced by a unique one."""
     shape, made = [], []
     for i, message in enumerate(messages):
-        held = [key for key in TEXT_KEYS if str(message.get(key) or "").strip()]
-        texts = {key: f"kea{i}{key[0]}weka" for key in held}
-        shape.append((message["role"], *texts, len(message.get("tool_calls") or ())))
+        held = [key for key in TEXT_KEYS if isinstance(message.get(key), list) or str(message.get(key) or "").strip()]
+        texts = {key: _unique(message[key], f"kea{i}{key[0]}") for key in held}
+        kinds = (
+            tuple(part["type"] for part in content) if isinstance(content, list) else "" for content in texts.values()
+        )
+        shape.append((message["role"], *texts, *kinds, len(message.get("tool_calls") or ())))
         made.append({**message, **texts})
     return tuple(shape), made
+
+
+def texts_in(content: Any) -> Iterator[str]:
+    """Yield the texts of a content: itself, or those of its parts."""
+    if isinstance(content, list):
+        yield from (part["text"] for part in content if isinstance(part.get("text"), str))
+    elif content:
+        yield str(content)
+
+
+def _unique(content: Any, name: str) -> Any:
+    """Return a content of the same form with a text of its own in the place of each text."""
+    if not isinstance(content, list):
+        return f"{name}weka"
+    return [{**part, "text": f"{name}{k}weka"} if "text" in part else part for k, part in enumerate(content)]
 
 
 def _pieces(message: Mapping[str, Any], *, whole: bool) -> Iterator[tuple[str, str]]:
     """Yield (kind, text) for every text of a message that a template must not drop."""
     if whole and isinstance(reasoning := message.get("reasoning_content"), str):
         yield "reasoning_content", reasoning
-    content = message.get("content")
-    for text in [content] if isinstance(content, str) else ():
+    for text in texts_in(message.get("content")):
         yield "content", text if whole or message["role"] != "assistant" else _without_thought(text)
     for call in message.get("tool_calls") or ():
         for leaf in _leaves(call["function"]["arguments"]):

@@ -23,7 +23,7 @@ from verl.chat.messages import Messages, messages_of_text, read_messages, refuse
 from verl.config.schema import DataConfig
 from verl.data.columns import are_schemas, question_of, refuse_history, refuse_marks, refuse_schemas, system_of
 from verl.data.files import RawRow
-from verl.data.media import media_in, refuse_media
+from verl.data.media import refuse_media
 from verl.data.truths import GSM8K_ANSWER, GSM8K_INSTRUCTION, GSM8K_SOURCE, ground_truth_of, gsm8k_number, gsm8k_texts
 from verl.data.values import kind_of, names_of, object_in
 from verl.errors import Refused
@@ -51,7 +51,6 @@ class TaskRow(NamedTuple):
     extra_info: dict[str, Any]
     tools: tuple[dict[str, Any], ...]
     agent: str
-    media: tuple[str, ...]
     teacher: str
 
 
@@ -133,9 +132,8 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
             f"{where}: {cfg.prompt_key!r} ends with an assistant turn, {begun!r}, and answers are not begun by the "
             "prompt here. Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
         )
-    media = tuple(reference for reference, _ in media_in(row, messages))
     teacher = _teacher(row, source, where, players.teachers)
-    return TaskRow(with_system(messages, cfg, row), source or "", truth, extra_info, tools, agent, media, teacher)
+    return TaskRow(with_system(messages, cfg, row), source or "", truth, extra_info, tools, agent, teacher)
 
 
 def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: tuple[str, ...]) -> str:

@@ -8,12 +8,14 @@ import marshal
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
 from verl.chat.bridge import PlainText, plain_text
 from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.images import ImagePrompts, image_prompts
 from verl.chat.limits import TemplateOverrun, bounded_memory
 from verl.chat.load import require_chat_template
 from verl.chat.messages import KNOWN_KEYS, Messages
@@ -46,6 +48,7 @@ from verl.data.formats import (
     with_hint,
     with_system,
 )
+from verl.data.images import ImageFile, ImageRules, expanded
 from verl.data.lost import Coverage, texts_of
 from verl.data.media import refuse_media
 from verl.data.plain import TEXT, ids_row, plain_column, text_row, unread_columns
@@ -53,7 +56,7 @@ from verl.data.special import Found, SpecialTokens, add_found
 from verl.data.truths import kind_of_truth, unread_truths
 from verl.data.values import content_hash
 from verl.errors import Refused
-from verl.types import Score, Task, Trajectory
+from verl.types import Score, Task, TaskImage, Trajectory
 
 ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
@@ -140,6 +143,7 @@ class RenderJob:
     cfg: DataConfig
     template_kwargs: Mapping[str, Any]
     stops: tuple[int, ...] = ()  # the tokens at which an answer ends, beside the tokenizer's end-of-sequence token
+    images: ImageRules | None = None  # reads the images of rows; None: rows with images are refused
     measured: TemplateAudit | None = field(init=False, default=None)
     coverage: Coverage = field(init=False)
     special: SpecialTokens = field(init=False)
@@ -161,6 +165,11 @@ class RenderJob:
         assert self.measured is not None
         return self.measured
 
+    @cached_property
+    def _image_prompts(self) -> ImagePrompts:
+        assert self.images is not None
+        return image_prompts(self.tokenizer, self.images.placeholder)
+
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         raise NotImplementedError
 
@@ -173,7 +182,8 @@ class RenderJob:
         if role := next((m["role"] for m in messages if m.get("name") and m["role"] != "tool"), None):
             self._count_key(r"\bm\w*(\.name\b|\[.name.\])", f"name of {role}", where, counts)
         found = counts.characters.setdefault(file, [0, 0])
-        if held := set().union(*map(self.special.held, texts)):
+        as_text = self._image_prompts.plain.control.keys() if self.images is not None else ()
+        if held := set().union(*map(self.special.held, texts)).difference(as_text):
             add_found(counts.special, {file: {token: [1, where] for token in held}})
         for text in texts:
             lost = self.coverage.lost(text)
@@ -240,12 +250,18 @@ class PromptJob(RenderJob):
 
     players: Players = ONE_ANSWER
 
-    flat: ClassVar = {"ids": np.int32, "rows": np.uint8, "context": np.int32, "answer": np.int32}
+    flat: ClassVar = {"ids": np.int32, "rows": np.uint8, "images": np.uint8, "context": np.int32, "answer": np.int32}
     scalar: ClassVar = {"hashes": np.uint64}
 
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         task, limit = task_row(raw, self.cfg, self.players), self.cfg.max_prompt_tokens
-        refuse_media(raw.row, task.messages, raw.where)
+        named, files = raw.row, tuple[ImageFile, ...]()
+        if self.images is None:
+            refuse_media(raw.row, task.messages, raw.where)
+        else:
+            messages, row, named, files = self.images.seen(raw.row, task.messages, raw.where)
+            facts = {"images": [image.path for image in files], **task.extra_info} if files else task.extra_info
+            raw, task = RawRow(raw.where, row), task._replace(messages=messages, extra_info=facts)
         for name, value in row_kwargs(raw.row, raw.where).items():
             if name not in self.template_kwargs or self.template_kwargs[name] != value:
                 prefix = f"the row sets {name}={value!r} for the chat template, and a run has one setting for all rows"
@@ -254,6 +270,10 @@ class PromptJob(RenderJob):
         for column in unread_system(raw.row, task.messages):
             counts.unread.setdefault(OWN_SYSTEM.format(column), raw.where)
         ids, context = self._prompt(task.messages, task, raw.where), np.zeros(0, np.int64)
+        images = tuple[TaskImage, ...]()
+        if files and self.images is not None:
+            self._refuse_beside_images(raw.where)
+            ids, images = expanded(ids, self.images.placeholder, files)
         if (key := self.players.hint_key) is not None:
             messages = with_system(hinted(raw.row, key, task.messages, raw.where), self.cfg, raw.row)
             if key != FEEDBACK:
@@ -271,13 +291,27 @@ class PromptJob(RenderJob):
                     f"{raw.where}: {owner} has {longest} tokens, data.max_prompt_tokens is {limit}."
                     " Fix: data.filter_overlong_prompts=true, data.truncation=left|right|middle, or a higher limit"
                 )
+            if images:
+                raise Refused(
+                    f"{raw.where}: the prompt has {longest} tokens, data.max_prompt_tokens is {limit}, and prompts with"
+                    " images are not cut. Fix: data.filter_overlong_prompts=true, smaller images, or a higher limit"
+                )
             counts.rows_truncated += 1
             ids = ids[kept_positions(len(ids), limit, self.cfg.truncation)]
         counts.judged = counts.judged or (raw.where if asks_for_a_judge(raw) else "")
         self._count_truth(raw, task, counts)
         blob = np.frombuffer(marshal.dumps((raw.row, tuple(task))), np.uint8)
-        number = int(content_hash(raw.row, ID_BYTES), 16)
-        return [{"ids": ids, "rows": blob, "context": context, "answer": answer, "hashes": number}]
+        seen = np.frombuffer(marshal.dumps(tuple(map(tuple, images))), np.uint8) if images else np.zeros(0, np.uint8)
+        number = int(content_hash(named, ID_BYTES), 16)
+        return [{"ids": ids, "rows": blob, "images": seen, "context": context, "answer": answer, "hashes": number}]
+
+    def _refuse_beside_images(self, where: str) -> None:
+        for what in ("hint", "answer"):
+            if (key := getattr(self.players, f"{what}_key")) is not None:
+                raise Refused(
+                    f"{where}: a row with images, and a run that reads a {what} of {key!r} to each prompt: that prompt"
+                    " is rendered as text only. Fix: rows of text"
+                )
 
     def _count_truth(self, raw: RawRow, task: TaskRow, counts: RowCounts) -> None:
         if self.players.graded(task.agent):
@@ -319,7 +353,11 @@ class PromptJob(RenderJob):
         try:
             refuse_unsupported(messages, self.audit, task.tools)
             self._refuse_control(task.tools or (), where)
-            ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools, self.audit)
+            if self.images is not None:
+                r = Renderer(self.tokenizer, self.template_kwargs, task.tools, self.audit.spelling)
+                ids = self._image_prompts.ids(r, messages, self.audit)
+            else:
+                ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools, self.audit)
         except RowRefused as exc:
             fix = "Fix: another model.chat_template, or no such part"
             raise Refused(f"{where}: the prompt has {exc}. {fix}") from exc

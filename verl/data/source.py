@@ -27,13 +27,14 @@ from verl.data.cursor import Cursor, Draw
 from verl.data.dataset_class import rows_of_class
 from verl.data.files import DataFile, expand_files, fingerprint, read_rows
 from verl.data.formats import ONE_ANSWER, Players, TaskRow
+from verl.data.images import image_rules, unchanged
 from verl.data.lost import lost_lines
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, PromptJob, RenderJob, RowCounts, merge
 from verl.data.special import special_lines
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
-from verl.types import Task
+from verl.types import Task, TaskImage
 
 __all__ = ["ConversationTable", "Cursor", "Draw", "LoadReport", "TaskTable", "load_conversations", "load_tasks"]
 
@@ -108,8 +109,14 @@ class TaskTable(_Table):
         # The hash of the row's content, and its number in the files: stable under filters, distinct for duplicates.
         task_id = f"{int(self._arrays['hashes'][index]):0{2 * ID_BYTES}x}-{int(self._arrays['numbers'][index])}"
         parts = {name: self._part(name, index).astype(np.int64) for name in ("context", "answer")}
-        own = {f"{name}_ids": part if len(part) else None for name, part in parts.items()}
+        own: dict[str, Any] = {f"{name}_ids": part if len(part) else None for name, part in parts.items()}
+        own["images"] = images_of(self._part("images", index))
         return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **{**own, **TaskRow(*parsed)._asdict()})
+
+
+def images_of(packed: np.ndarray) -> tuple[TaskImage, ...]:
+    """Return the images of an entry from its part of the table."""
+    return tuple(TaskImage(*image) for image in marshal.loads(packed.data)) if len(packed) else ()
 
 
 class ConversationTable(_Table):
@@ -128,13 +135,16 @@ def load_tasks(
     max_rows: int | None = None,
     players: Players = ONE_ANSWER,
     stops: tuple[int, ...] = (),
+    model: Path | None = None,
 ) -> TaskTable:
     """Render, tokenise and filter RL prompts.
 
     players: the loops and tools of the run
     stops: see `RenderJob`
+    model: the folder of the policy, which may read images; None: rows with images are refused
     """
-    job = PromptJob(tokenizer, cfg, template_kwargs or {}, stops, players=players)
+    images = None if model is None else image_rules(model, cache_path(cfg.cache_dir, "").parent / "media")
+    job = PromptJob(tokenizer, cfg, template_kwargs or {}, stops, players=players, images=images)
     arrays, report, key = load_arrays(files, job, max_rows)
     if report.refused:
         refuse_empty(report)
@@ -192,6 +202,7 @@ def load_arrays(
     key = _table_key(marks, job, max_rows)
     path = cache_path(job.cfg.cache_dir, key)
     cached = load_cached(path)
+    cached = None if cached is not None and _images_changed(cached[1]) else cached
     if cached is not None:
         counts, arrays = RowCounts(**cached[0]), cached[1]
     else:
@@ -222,6 +233,15 @@ def load_arrays(
     for line in [*lost_lines(counts.characters, counts.lost), *special, *unread]:
         logger.warning("data: %s", line)
     return arrays, report, key
+
+
+def _images_changed(arrays: Mapping[str, np.ndarray]) -> bool:
+    """Return True if a file of an image in a cached table is another one now, or gone."""
+    if "images" not in arrays or not len(arrays["images"]):
+        return False
+    ends = np.cumsum(arrays["images_lengths"])
+    parts = (images_of(arrays["images"][a:b]) for a, b in zip(ends - arrays["images_lengths"], ends))
+    return any(unchanged(image) for images in parts for image in images)
 
 
 def _class_rows(files: Sequence[str], job: RenderJob, max_rows: int | None) -> tuple[DataFile, OwnFolder]:
@@ -271,6 +291,7 @@ def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
 def _code_fingerprint() -> str:
     room = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=16)
-    for file in [*sorted(room.glob("*.py")), *sorted((room.parent / "chat").glob("*.py"))]:
-        digest.update(file.read_bytes())
+    for folder in (room, room.parent / "chat", room.parent / "models"):
+        for file in sorted(folder.glob("*.py")):
+            digest.update(file.read_bytes())
     return digest.hexdigest()

@@ -22,6 +22,7 @@ from verl.config.cluster import placed_roles
 from verl.config.devices import colocated, drops_rollout_weights
 from verl.config.load import Resolved
 from verl.config.lora_layers import served_factors, trained_factors
+from verl.config.model_files import find_model_folder
 from verl.config.noise import noise_of
 from verl.config.schema import AlgorithmConfig, Config
 from verl.config.tree import changed
@@ -442,6 +443,7 @@ def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> t
     """Load training rows and evaluation tasks. Raise ValueError for a task that no reward can score."""
     data, kwargs, stops = config.data, config.model.template_kwargs, stop_ids(config, tokenizer)
     read = partial(load_tasks, tokenizer=tokenizer, cfg=data, template_kwargs=kwargs, players=players, stops=stops)
+    read = partial(read, model=find_model_folder(config.model.path))
     teachers = tuple(config.teacher.paths) if config.teacher.pick == "task" else ()
     learners = players._replace(teachers=teachers, hint_key=config.teacher.hint_key)
     loss = settled(config.algorithm.name, config.algorithm.given()).loss

@@ -56,13 +56,9 @@ async def evaluate(run: EvaluatedRun, number: int) -> Metrics:
     for mode, sampling in eval_sampling(run.config).items():
         repeats = run.config.eval.samples_per_prompt if sampling.temperature > 0 else 1
         runs = [
-            run.trajectories.run(
-                task, TrajectorySpec(group_id=f"eval{number}/{mode}/{i}", index=k, purpose="eval"), sampling
-            )
-            for i, task in enumerate(run.eval_tasks)
-            for k in range(repeats)
+            _answers(run, task, f"eval{number}/{mode}/{i}", sampling, repeats) for i, task in enumerate(run.eval_tasks)
         ]
-        found = await together(runs)
+        found = [answer for answers in await together(runs) for answer in answers]
         run.groups.check()  # a custom loop may have hidden the death of an engine
         sources = [task.data_source or "unknown" for task in run.eval_tasks for _ in range(repeats)]
         out |= eval_metrics(mode, found, sources, repeats)
@@ -72,6 +68,12 @@ async def evaluate(run: EvaluatedRun, number: int) -> Metrics:
     truths = {task.task_id: task.ground_truth for task in run.eval_tasks}
     await run.reporter.record_eval(number, every, truths)
     return out
+
+
+async def _answers(run: EvaluatedRun, task: Task, group_id: str, sampling: Sampling, repeats: int) -> list[Trajectory]:
+    async with run.groups.media.held(task, group_id) as seen:
+        specs = [TrajectorySpec(group_id=group_id, index=k, purpose="eval") for k in range(repeats)]
+        return await together(run.trajectories.run(seen, spec, sampling) for spec in specs)
 
 
 def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:

@@ -24,6 +24,7 @@ from verl.data.source import TaskTable
 from verl.driver.queue_rows import QueueRows
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
+from verl.driver.task_media import TaskMedia
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.errors import Refused
 from verl.track.events import EventLog
@@ -141,6 +142,7 @@ class RolloutManager:
 
     def __post_init__(self) -> None:
         self._wait_s = self.timeout_s + self.trajectories.longest_s
+        self.media = TaskMedia(self.rows.queue.media)
         self._invalid = InvalidShare(self.max_invalid_share, least=4 * self.samples_per_prompt)
         self._closed = False
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -226,7 +228,12 @@ class RolloutManager:
             group = restore_group(by_id[group_id], self.tasks[draw.index])
             self.groups[group_id], self._draws[group_id] = group, draw
             if group_id in found.complete:
-                await self._store(group)
+                async with self.media.held(group.task, owner_of_group(group_id)) as task:
+                    if task.lost:
+                        raise Refused(
+                            f"an image of a group in flight at the checkpoint is lost: {task.lost}; restore it"
+                        )
+                    await self._store(replace(group, task=task))
                 self._ask_ahead(group_id)
             else:
                 self._start(group)
@@ -314,6 +321,10 @@ class RolloutManager:
         self._invalid.check()
 
     async def _run(self, group: Group) -> None:
+        async with self.media.held(group.task, owner_of_group(group.group_id)) as task:
+            await self._play(replace(group, task=task))
+
+    async def _play(self, group: Group) -> None:
         if (stored := self.trajectories.stored(group, self.sampling)) is not None:
             await self._complete(replace(group, trajectories=(stored,)))
             return
@@ -427,6 +438,11 @@ class RolloutManager:
             self.rows.drop_after(calls, refs, group_id, self.timeout_s, self.fail)
         elif refs:
             self.rows.drop(refs)
+
+
+def owner_of_group(group_id: str) -> str:
+    """Return the name of a group as an owner of media."""
+    return f"group {group_id}"
 
 
 def reason_of(trajectory: Trajectory) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from verl.agent_loop.base import (
     AgentLoopFactory,
     AgentLoopOutput,
@@ -98,7 +100,7 @@ class TrajectoryRunner:
         if not takes_stored(self.stored_share, self.seed, group.epoch, group.draw):
             return None
         assert group.task.answer_ids is not None, "rows without one are refused when they are read"
-        prompt = Segment(ids=group.task.prompt_ids, source="prompt")
+        prompt = Segment(ids=group.task.prompt_ids, source="prompt", media=group.task.media)
         return Trajectory(
             trajectory_id=f"{group.group_id}/stored",
             group_id=group.group_id,
@@ -124,20 +126,16 @@ class TrajectoryRunner:
     async def _attempt(self, task: Task, spec: TrajectorySpec, sampling: Sampling, attempt: int) -> Trajectory:
         name = f"{spec.group_id}/{spec.purpose}{spec.index}.{attempt}"
         seed_parts = (self.seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
-        manager = ServerManager(self.engine, sampling, seed_parts, prefix_key=spec.group_id, **self._budget)
+        budget = {"prefix_key": spec.group_id, "media": task.media, **self._budget}
+        manager = ServerManager(self.engine, sampling, seed_parts, **budget)
         started = time.monotonic()
-        row = {
-            **task.row,
-            "raw_prompt": list(task.messages),
-            "prompt_ids": task.prompt_ids,
-            "index": task.index,
-            "tools": task.tools,
-            "request_id": name,
-        }
+        row = _arguments(task, name)
         outcome: Outcome = "failed"
         reward: Score | Invalid | None = None
         error = ""
         try:
+            if task.lost:
+                raise LoopFailed(f"media: {task.lost}")
             loop = self.loop(manager, task)
             run, waiter, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
             if loop.ends_when_cancelled:
@@ -146,6 +144,7 @@ class TrajectoryRunner:
             else:
                 returned = await self.waits.wait(run, waiter=waiter, what=what, timeout_s=self.timeout_s)
             made, output = check_output(returned, manager, sampling.max_tokens), outputs_of(returned)[-1]
+            _check_images(task, manager, made)
             turns = int(output.num_turns) or max(1, len(manager.record))
             if made.discarded or manager.counts:
                 manager.counts["discarded_tokens"] = made.discarded
@@ -155,6 +154,8 @@ class TrajectoryRunner:
             late = f"timeout: the agent loop did not end in {self.timeout_s:g} s"
             error = late if isinstance(e, DeadlineExpired) else _error_text(e)
             made, turns = CheckedOutput((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
+            outcome = "invalid" if task.lost else outcome
+            error = _with_files(error, task)
         else:
             if made.stop_reason == "abort":
                 outcome, error = "cancelled", "abort: the rollout engine gave the request up"
@@ -229,6 +230,37 @@ class TrajectoryRunner:
             return Invalid("timeout", f"no reward in {limit_s:g} s")
         self.moved_s = asyncio.get_running_loop().time()
         return found
+
+
+def _arguments(task: Task, name: str) -> dict[str, Any]:
+    """Return the arguments of an agent loop's `run`: the columns of the row, and the fields of its task."""
+    return {
+        **task.row,
+        "raw_prompt": list(task.messages),
+        "prompt_ids": task.prompt_ids,
+        "index": task.index,
+        "tools": task.tools,
+        "request_id": name,
+    }
+
+
+def _check_images(task: Task, manager: ServerManager, made: CheckedOutput) -> None:
+    """Raise ValueError if a prompt of a call or a branch does not begin with the task's prompt up to its last image:
+    the images would have other places there."""
+    end = max((m.end for m in task.media), default=0)
+    prompts = [call.prompt_ids for call in manager.record] + [row[0].ids for row in (made.segments, *made.branches)]
+    if any(not np.array_equal(ids[:end], task.prompt_ids[:end]) for ids in prompts):
+        raise ValueError(
+            "the agent loop changed the prompt in front of an image, whose place is not known then; begin each prompt "
+            "with `prompt_ids`"
+        )
+
+
+def _with_files(error: str, task: Task) -> str:
+    """Return the text of an error with the files of images in the place of their hashes."""
+    for medium, image in zip(task.media, task.images):
+        error = error.replace(medium.reference, image.path)
+    return error
 
 
 def _error_text(error: Exception) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,16 @@ def _placeholder_ids(config: Any) -> tuple[int, ...]:
     return tuple(sorted(i for i in ids if i is not None and 0 <= i < config.get_text_config().vocab_size))
 
 
+class Expansion(NamedTuple):
+    """The tokens that replace the one token which the chat template writes for an image. The image's own are the
+    `tokens` from `start` on, with the ends of its rows; those around them are text."""
+
+    ids: np.ndarray
+    """[t] int64."""
+    start: int
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFamily:
     """The facts of a model family that reads images."""
@@ -56,6 +66,13 @@ class ImageFamily:
     """(config) -> settings of the image processor that its file does not have."""
     banned: Callable[[Any], tuple[int, ...]] = _placeholder_ids
     """(config) -> the ids of placeholders and of the marks around them, which a policy must not sample."""
+    placeholder: Callable[[Any], int] | None = None
+    """config -> the token that the chat template writes once for each image. None: rows with images are refused."""
+    expansion: Callable[[Any, Grid], Expansion] | None = None
+    """(config, grid) -> the tokens that replace it."""
+    grid_of: Callable[[Any, int, int], Grid | None] | None = None
+    """(image processor, height, width) -> the grid of an image of this size in pixels, without its content; None if it
+    is known only once the image is processed. Raise ValueError for a size that the processor refuses."""
     language: str
     """The language model, below the base model."""
     tower: str
@@ -105,6 +122,27 @@ def _grid_positions(config: Any, grid: Grid) -> tuple[np.ndarray, int]:
     return np.indices(merged).reshape(3, -1), max(merged[1:])
 
 
+def _image_token(config: Any) -> int:
+    return int(config.image_token_id)
+
+
+def _repeated(config: Any, grid: Grid) -> Expansion:
+    """Return the placeholder once for each token of the image."""
+    tokens = _merged_tokens(config, grid)
+    return Expansion(np.full(tokens, _image_token(config)), 0, tokens)
+
+
+def _resized_grid(processor: Any, height: int, width: int) -> Grid | None:
+    """Return the rows and columns of patches after the processor has changed the size of the image."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    if not processor.do_resize:
+        return None
+    patch, size = processor.patch_size, processor.size
+    sides = smart_resize(height, width, patch * processor.merge_size, size["shortest_edge"], size["longest_edge"])
+    return 1, sides[0] // patch, sides[1] // patch
+
+
 def _in_rows(config: Any, grid: Grid) -> np.ndarray:
     """Each row of an image ends with a token that is text."""
     size, (_, rows, columns) = getattr(config, "spatial_merge_size", 1), grid
@@ -146,6 +184,9 @@ _QWEN = ImageFamily(
     content="patches",
     tokens=_merged_tokens,
     positions=_grid_positions,
+    placeholder=_image_token,
+    expansion=_repeated,
+    grid_of=_resized_grid,
     language="language_model",
     tower="visual",
     projector=("visual.merger", "visual.deepstack_merger_list"),

@@ -1,11 +1,9 @@
-"""Images as models read them: checked, decoded, processed as the model's folder describes, and kept beside the model
-within a number of bytes. Pillow alone is needed, not torchvision."""
+"""Images as models read them: processed as the model's folder describes, and kept beside the model within a number of
+bytes."""
 
 from __future__ import annotations
 
-import io
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,66 +12,14 @@ from typing import Any
 from verl.errors import Refused
 from verl.media_tokens import Picture
 from verl.models.encode import picture_of
-from verl.models.families import ImageFamily, family_of
+from verl.models.families import ImageFamily
+from verl.models.image_files import decoded_image, image_processor
 from verl.transfer_queue.base import MediaStore
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MAX_PIXELS = 1 << 26
-"""The most pixels of an image, 67 million: small files can describe more than a host's memory."""
 KEPT_BYTES = 1 << 28
 """The size of the cache of processed images of a model."""
 BLANK_SIDE = 64
 """The pixels of a side of a blank image: no processor scales it to many patches."""
-_SETTINGS = "preprocessor_config.json"
-MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
-"""The kinds of pixels that are read: those of 8 bits per channel."""
-_DAMAGE = (OSError, SyntaxError, ValueError, EOFError)  # errors of Pillow for damaged files
-
-
-def decoded_image(content: bytes, where: str) -> Any:
-    """Return the bytes of an image file as an RGB image of Pillow, upright, with white where it is transparent. Raise
-    Refused, with `where`, for a file that is damaged, animated, of another format, or too large."""
-    from PIL import Image, ImageOps
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # the size is checked below
-            image: Any = Image.open(io.BytesIO(content), formats=FORMATS)
-    except Image.DecompressionBombError as e:
-        raise Refused(f"{where}: {e}") from e
-    except _DAMAGE as e:
-        known = ", ".join(FORMATS)
-        raise Refused(f"{where}: {len(content)} bytes are no image that can be read ({known}): {e}") from e
-    if image.width * image.height > MAX_PIXELS:
-        raise Refused(f"{where}: {image.width} x {image.height} pixels, more than {MAX_PIXELS}; scale it down")
-    if (frames := getattr(image, "n_frames", 1)) > 1:
-        raise Refused(f"{where}: an image of {frames} frames; take one of them")
-    if image.mode not in MODES:
-        how = "their range is not known, and a conversion would cut it off"
-        raise Refused(f"{where}: pixels of the kind {image.mode!r}: {how}; save it with 8 bits per channel")
-    try:
-        image.load()
-        image = ImageOps.exif_transpose(image)
-        if image.has_transparency_data:
-            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
-    except _DAMAGE as e:
-        raise Refused(f"{where}: a damaged {image.format} image: {e}") from e
-    return image.convert("RGB")
-
-
-def image_processor(folder: Path) -> tuple[Any, tuple[ImageFamily, Any]]:
-    """Return the image processor of a model's folder, without torchvision, and the model's family and configuration.
-    Raise Refused if the folder has none."""
-    from transformers import AutoConfig, AutoImageProcessor
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if (family := family_of(config)) is None:
-        raise Refused(f"{folder}: a model of type {config.model_type!r} reads no images")
-    if not (folder / _SETTINGS).is_file():
-        raise Refused(f"{folder}: no {_SETTINGS}, which describes how images are processed; copy it from the model")
-    more = family.processing(config)
-    processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, **more)
-    return processor, (family, config)
 
 
 class Pictures:
@@ -118,8 +64,14 @@ class Pictures:
     def _processed(self, image: Any, where: str) -> Picture:
         if self._processor is None:
             self._processor, self._model = image_processor(self._folder)
-        try:
-            found = self._processor(images=[image], return_tensors="pt")
-        except ValueError as e:  # sides that differ too much
-            raise Refused(f"{where}: {image.width} x {image.height} pixels: {e}") from e
-        return picture_of(found, *self._model)
+        return processed(self._processor, image, where, *self._model)
+
+
+def processed(processor: Any, image: Any, where: str, family: ImageFamily, config: Any) -> Picture:
+    """Return a decoded image as a model reads it. Raise Refused, with `where`, for a size that the processor
+    refuses."""
+    try:
+        found = processor(images=[image], return_tensors="pt")
+    except ValueError as e:  # sides that differ too much
+        raise Refused(f"{where}: {image.width} x {image.height} pixels: {e}") from e
+    return picture_of(found, family, config)

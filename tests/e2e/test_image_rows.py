@@ -1,0 +1,68 @@
+"""`verl train` on rows with images: from the Parquet file to the gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_runs import metrics_of, small_run
+from vision import IMAGE, chat_folder, png
+
+from verl.rollout.embedded.features import EncodedImages
+from verl.track.samples import read_samples
+from verl.transfer_queue.media import MemoryMedia
+
+REWARD = """
+import pathlib
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    assert all(pathlib.Path(name).read_bytes().startswith(b"\\x89PNG") for name in extra_info["images"])
+    return float(len(solution_str))
+"""
+SIZES = ((12, 8), (8, 8), (16, 8), (8, 12))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("vl"), "qwen2_5_vl")
+
+
+def written(path: Path, images: list[Any]) -> Path:
+    prompt = [[{"role": "user", "content": f"<image>{k}?"}] for k in range(len(images))]
+    pq.write_table(
+        pa.table({"prompt": prompt, "images": [[i] for i in images], "ground_truth": ["1"] * len(images)}), path
+    )
+    return path
+
+
+def run(root: Path, folder: Path, data: Path, *more: str) -> Any:
+    (root / "reward.py").write_text(REWARD)
+    given = ("data.max_prompt_tokens=32", f"reward.path={root / 'reward.py'}", *more)
+    return small_run(root, folder, [data], "run.total_steps=2", *given)
+
+
+def test_rows_with_images_train_and_each_image_is_encoded_once(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, real = list[str](), EncodedImages._of
+    stores, make = list[MemoryMedia](), MemoryMedia.__init__
+
+    def count(self: EncodedImages, name: str, picture: Any) -> Any:
+        before = self.encoded
+        found = real(self, name, picture)
+        encoded.extend([name] * (self.encoded - before))
+        return found
+
+    monkeypatch.setattr(EncodedImages, "_of", count)
+    monkeypatch.setattr(MemoryMedia, "__init__", lambda self: (make(self), stores.append(self))[0])
+    data = written(tmp_path / "rows.parquet", [png(*size, k) for k, size in enumerate(SIZES)])
+    assert run(tmp_path, folder, data, f"data.eval_files=[{data}]", "run.eval_after=true").steps == 2
+    metrics = metrics_of(tmp_path / "r")
+    assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 for step in (1, 2))
+    for step in (1, 2):
+        rows = read_samples(tmp_path / "r", step)
+        assert len({row.group_id for row in rows}) == 4 and all(IMAGE in row.prompt_ids for row in rows)
+    assert sorted(encoded) == sorted(name for name in {*encoded} for _ in range(3)), "once for each of three versions"
+    assert len({*encoded}) == 4 and all(len(store) == 0 for store in stores), "nothing is kept after the run"
