@@ -18,6 +18,7 @@ from verl.config.validate import validate
 from verl.driver.assemble import context_of
 from verl.driver.models import trained
 from verl.model_engine.layout import Layout
+from verl.model_engine.merging import write_merged
 from verl.models import tiny
 from verl.planner.disk import checkpoint_parts
 from verl.planner.memory import role_items
@@ -59,10 +60,26 @@ def test_rows_of_text_train_its_language_model(folder: Path, arithmetic_data: Se
     assert changed == {name for name in before if ".visual." not in name}
 
 
+@pytest.mark.slow
+def test_rows_of_text_train_factors_of_its_language_model(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path
+) -> None:
+    """The rollout computes the base and factors; the checkpoint is an adapter of the language model, and is merged."""
+    done = small_run(tmp_path, folder, arithmetic_data, "model.lora.rank=2", "optim.lr=1e-3")
+    last, run = metrics_of(tmp_path / "r")[3], tmp_path / "r"
+    assert done.steps == 3 and last["mismatch/max_abs_dlogp"] < 1e-5 and last["sync/canary_mean_abs"] < 1e-5
+    write_merged(run / "checkpoints" / "step_3" / "hf", tmp_path / "merged", "float32")
+    before, after = exported(folder), exported(tmp_path / "merged")
+    changed = {name for name, p in before.items() if not torch.equal(p, after[name])}
+    assert changed == {n for n in before if ".language_model.layers." in n and n.endswith("_proj.weight")}
+
+
 @pytest.mark.parametrize(
     "given, line",
     [
-        ("model.lora.rank=4", "model.lora: model.path=.* is a qwen2_5_vl, a model that reads images, and its factors"),
+        ("model.lora.rank=4 model.quantization=nf4", "model.quantization=nf4: model.path=.* is a qwen2_5_vl, a model"),
+        ("model.lora.rank=4 model.freeze=[language]", r"model.freeze=\[language\] with model.lora: "),
+        ("model.lora.rank=4 cluster.ranks_per_node=2 cluster.backend=ray", "beside images are trained by one rank"),
         ("rollout.engine=openai", "rollout.engine=openai: .*was not tested with it; use rollout.engine=native"),
         ("model.freeze=[projector,language,vision]", r"model.freeze=\[.*\]: nothing would be trained"),
         (

@@ -20,10 +20,12 @@ from verl.config.model_files import (
     cached_model_folder,
     describe_model,
     json_object,
+    read_model_config,
     read_weight_headers,
 )
 from verl.config.schema import Config
 from verl.errors import Refused
+from verl.models.families import FAMILIES, ImageFamily, name_of
 from verl.parameter_set import DOWN, GATE_UP, ParameterSet, is_experts
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
@@ -70,11 +72,24 @@ def linear_layers(base: Path) -> dict[str, tuple[int, int]]:
     """Return the sides of the weight of each linear layer in the decoder layers of a model folder, by its name in the
     model. Routers of experts are none: they get no factors."""
     found = dict[str, tuple[int, int]]()
-    for name, header in read_weight_headers(base).items():
+    family = image_family(base)
+    for name, header in _model_headers(base).items():
         module = name.removesuffix(".weight")
-        if module != name and _is_linear(module, header):
+        read_by_tower = family is not None and family.part_of(name) != "language"
+        if module != name and not read_by_tower and _is_linear(module, header):
             found[_in_model(module)] = (header.shape[0], header.shape[1])
     return found
+
+
+def image_family(base: Path) -> ImageFamily | None:
+    """Return the row of a folder's model; None: it reads text alone."""
+    return FAMILIES.get(name_of(read_model_config(base)))
+
+
+def _model_headers(base: Path) -> dict[str, TensorHeader]:
+    """Return the headers of a folder's weights. Those of a model that reads images have their names in the model."""
+    headers, family = read_weight_headers(base), image_family(base)
+    return headers if family is None else {family.in_model(name): header for name, header in headers.items()}
 
 
 def _is_linear(module: str, header: TensorHeader) -> bool:
@@ -278,7 +293,7 @@ def _misfits(
 ) -> Iterator[str]:
     """Yield the reasons why the adapter does not belong to this base model."""
     facts, fused = describe_model(str(base)), fused_experts(base)
-    theirs = {name: header.shape for name, header in read_weight_headers(base).items()} | fused
+    theirs = {name: header.shape for name, header in _model_headers(base).items()} | fused
     tied, hidden = facts.tied, facts.hidden
     ranks = {lora.r, *(lora.rank_pattern or {}).values()}
     for name, part in parts.items():

@@ -35,7 +35,7 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
         why = "the states of whose tower's layers transformers finds by their class, which sharding changes"
         yield f"model.engine={engine_name(config, 'model')}: {what}, {why}; use one rank (model.engine=torch)"
     if trained_by(config.model.lora) is not None:
-        yield f"model.lora: {what}, and its factors are not trained here; leave it out"
+        yield from _lora_faults(config, what, samples=samples)
     if command == "rm":
         yield f"verl rm: {what}, and has no head for scores; give a language model"
     if any(is_url(path) for path in config.teacher.roles().values()):
@@ -43,6 +43,18 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     able = traits_of(config.rollout.engine)
     if samples and able.server and not (able.media and kind in VLLM_IMAGES):
         yield f"rollout.engine={config.rollout.engine}: {what}, which was not tested with it; use rollout.engine=native"
+
+
+def _lora_faults(config: Config, what: str, *, samples: bool) -> Iterator[str]:
+    """Yield a line for each setting that does not work with factors beside images."""
+    if config.model.quantization != "none":
+        yield f"model.quantization={config.model.quantization}: {what}, and its base is not quantised; leave it out"
+    if config.model.lora.get("modules_to_save"):
+        yield f"model.lora.modules_to_save: {what}, and no test trains whole modules beside its factors; leave it out"
+    if (engine := engine_name(config, "model")) != "torch":
+        yield f"model.engine={engine} with model.lora: {what}; factors beside images are trained by one rank"
+    if samples and traits_of(config.rollout.engine).server:
+        yield f"rollout.engine={config.rollout.engine} with model.lora: {what}; use rollout.engine=native"
 
 
 def _frozen_faults(config: Config, kind: str | None) -> Iterator[str]:

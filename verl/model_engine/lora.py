@@ -26,6 +26,7 @@ from verl.config.adapter import WEIGHTS, factors_alone, read_adapter
 from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.lora_spec import LoraSpec, check_rank, check_saved, target_modules, weights_to_save
+from verl.models.families import family_of
 from verl.nn.expert_lora import add_to_experts, experts_of, from_peft
 from verl.nn.lora import layer_size, with_product
 from verl.nn.quant_linear import ROUTERS, QuantLinear, quantised_layers
@@ -262,12 +263,15 @@ def _holder(target: str) -> str:
 
 
 def _linears(model: Any) -> tuple[list[str], list[str]]:
-    """Return the names of all linear layers but the output head, and of those in the decoder layers."""
-    head, prefix = model.get_output_embeddings(), f"{model.base_model_prefix}."
+    """Return the names of all linear layers but the output head, and of those in the decoder layers. Those that read
+    images are none of them."""
+    head, prefix, family = model.get_output_embeddings(), f"{model.base_model_prefix}.", family_of(model.config)
     every = [
         name
         for name, module in model.named_modules()
-        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+        if module is not head
+        and (family is None or family.part_of(name) == "language")
+        and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
     ]
     inner = [name for name in every if name.startswith(prefix) and any(part.isdigit() for part in name.split("."))]
     return every, [name for name in inner if name.rpartition(".")[2] not in ROUTERS]

@@ -100,6 +100,14 @@ class ImageFamily:
             return "projector"
         return "vision" if name.startswith(f"{self.tower}.") else "language"
 
+    def in_model(self, name: str) -> str:
+        """Return the name in the model of a weight or layer of a folder, which may be that of an older version."""
+        own = name.removeprefix("model.")
+        if self.part_of(name) != "language":
+            return f"model.{own}"
+        inner = own.removeprefix(f"{self.language}.").removeprefix("model.")
+        return inner if inner.startswith("lm_head") else f"model.{self.language}.{inner}"
+
     @property
     def encoder(self) -> tuple[str, ...]:
         """The modules that encode images, below the base model, none of which is within another one."""

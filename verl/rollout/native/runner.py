@@ -112,7 +112,7 @@ class NativeRunner:
             in_pages = in_pages and not self._deterministic and not self.model.shape.attention_cap
         elif self._deterministic:
             fused, in_pages = fused.with_exact_rows(), not self._fixed_rows
-        self.lora_rank, self.lora_experts = 0 if self._tower else self.model.shape.hidden, not in_pages
+        self.lora_rank, self.lora_experts = self.model.shape.hidden, not in_pages
         kept = self._dtype, self.compute_dtype, device
         self._sets = LiveSets(self.model.shape, self.ops.products, *kept, stacks=in_pages)
         self._row_sets = np.full(self.max_rows, NO_SET)  # of each resident row
