@@ -28,6 +28,7 @@ from verl.models.families import FAMILIES
 from verl.models.multimodal import with_pictures
 from verl.models.pictures import Pictures
 from verl.models.tiny import character_tokenizer, qwen3
+from verl.nn.kept_features import KeptFeatures
 from verl.objective import Term
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Medium, Sample, Segment
@@ -170,7 +171,9 @@ def test_a_worker_reads_the_images_of_its_rows_from_the_store_of_the_queue(tmp_p
     )
     expected = role.engine.infer(given, ("logprobs",))["logprobs"]
     torch.testing.assert_close(queue.read(refs, ("old_logprobs",))["old_logprobs"].values, expected)
-    blank = replace(given, media=replace(given.media, pictures={n: zeros(p) for n, p in given.media.pictures.items()}))
+    other = {f"blank {n}": zeros(p) for n, p in given.media.pictures.items()}  # a reference is of one content
+    names = tuple(f"blank {n}" for n in given.media.references)
+    blank = replace(given, media=replace(given.media, references=names, pictures=other))
     assert (role.engine.infer(blank, ("logprobs",))["logprobs"] - expected).abs().max() > 1e-2, "they are seen"
     alone = TorchEngine(role.engine.model, EngineSettings(dtype="float32"))
     with pytest.raises(ValueError, match="a batch has 3 media, and this engine has no store of them"):
@@ -235,3 +238,29 @@ def test_parts_have_learning_rates_of_their_own() -> None:
             part = FAMILIES["qwen2_5_vl"].part_of(names[p])
             wanted = rates.get(part, 3e-3 if p.ndim < 2 else 0.1)
             assert group["lr_scale"] * 0.1 == pytest.approx(wanted), names[p]
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_frozen_tower_encodes_each_image_once_in_a_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over passes, steps and outputs; the bits are those of encoding each image again. A budget holds the last ones."""
+
+    def run() -> tuple[list[Tensor], int]:
+        engine, calls = engine_of(kind, freeze=("vision", "projector"), max_tokens_per_microbatch=40), list[int]()
+        engine.model.model.visual.register_forward_pre_hook(
+            lambda _, args, given: calls.append(len(given["grid_thw"])), with_kwargs=True
+        )
+        batch, found = batch_of(engine.model.config), list[Tensor]()
+        for _ in range(2):
+            found.append(gradients(engine, batch)[0])
+            engine.optim_step()
+            found.append(engine.infer(batch, ("logprobs",))["logprobs"])
+        assert not torch.equal(found[0], found[2]), "the language model is trained"
+        return found, sum(calls)
+
+    kept, calls = run()
+    monkeypatch.setattr(KeptFeatures.__init__, "__defaults__", (0,))
+    again, more = run()
+    assert calls == len(GRIDS) < more and all(map(torch.equal, kept, again))
+    monkeypatch.setattr(KeptFeatures.__init__, "__defaults__", (12 * 32 * 4,))  # of two images
+    few, some = run()
+    assert len(GRIDS) < some <= more and all(map(torch.equal, kept, few))

@@ -54,7 +54,7 @@ def engine_of(kind: str, spec: LoraSpec = SPEC, **more: Any) -> TorchEngine:
 
 def adapter_of(engine: TorchEngine) -> dict[str, torch.Tensor]:
     assert engine.local.lora is not None
-    return dict(engine.local.lora.factors(dict(engine.model.named_parameters())))
+    return dict(engine.local.lora.tensors(dict(engine.model.named_parameters())))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +85,7 @@ def test_factors_have_the_logprobs_and_gradients_of_peft(kind: str, reference: A
     torch.testing.assert_close(out.columns["logprobs"], torch.cat(own).detach(), rtol=0, atol=2e-5)
     (-torch.cat(own).sum()).backward()
     expected = {n.replace(".default.weight", ".weight"): p.grad for n, p in theirs.named_parameters() if ".lora_" in n}
-    found = dict(engine.local.lora.factors({n: p.grad for n, p in engine.model.named_parameters()}))
+    found = dict(engine.local.lora.tensors({n: p.grad for n, p in engine.model.named_parameters()}))
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         scale = float(gradient.abs().max())

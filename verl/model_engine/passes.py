@@ -72,7 +72,9 @@ class Passes:
         self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self.models_attention = local.model.config._attn_implementation or "eager"
         family = family_of(local.model.config)
-        self._vision = None if family is None else Vision(local.model, family, settings.pictures)
+        self._vision = (
+            None if family is None else Vision(local.model, family, settings.pictures, keeps=not local.suffix)
+        )
         self.compiled = CompiledLayers() if settings.compile else None
         self._own_forward()
         self._teacher = settings.teacher and settings.teacher.moved_to(

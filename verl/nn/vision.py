@@ -15,21 +15,28 @@ import torch
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.media_tokens import MediaTokens
+from verl.media_tokens import MediaTokens, Picture
 from verl.models.encode import encode_pictures
 from verl.models.families import ImageFamily
 from verl.models.multimodal import mutual_masks, on_axes, with_pictures
 from verl.models.pictures import Pictures
+from verl.nn.kept_features import KeptFeatures
 
 
 class Vision:
     """The vision part of a model, and the language model behind it. pictures: the content of the images of batches;
-    None: batches have their content."""
+    None: batches have their content · keeps: features are kept across passes if no weight that makes them is
+    trained."""
 
-    def __init__(self, model: Any, family: ImageFamily, pictures: Pictures | None = None) -> None:
+    def __init__(
+        self, model: Any, family: ImageFamily, pictures: Pictures | None = None, *, keeps: bool = False
+    ) -> None:
         self._base, self._family, self._config, self._pictures = model.base_model, family, model.config, pictures
         self.mutual = family.mutual
         self.language: Any = self._base.get_submodule(family.language)
+        named = self._base.named_parameters()
+        fixed = not any(p.requires_grad for name, p in named if family.part_of(name) != "language")
+        self._kept = KeptFeatures(self._alone) if keeps and fixed else None
 
     def filled(self, batch: Batch) -> Batch:
         """Return the batch of one pass with the content of its media, and positions [axes, T], or [T] of one axis."""
@@ -66,8 +73,7 @@ class Vision:
         """Return the inputs of the language model for token ids [B, W] with the media of these tokens. Each image is
         encoded once, and gets the sum of the gradients of all its tokens."""
         device = ids.device
-        pictures = [media.pictures[name] for name in media.references]
-        features, deeper = encode_pictures(self._base, self._family, self._config, pictures, device)
+        features, deeper = self._encoded({name: media.pictures[name] for name in media.references}, device)
         index = self._features(media).view(ids.shape).to(device)
         here = index >= 0
         index = index[here]
@@ -78,6 +84,17 @@ class Vision:
             found["visual_pos_masks"] = here
             found["deepstack_visual_embeds"] = [states.index_select(0, index) for states in deeper]
         return found
+
+    def _encoded(self, pictures: Mapping[str, Picture], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
+        if self._kept is not None:
+            return self._kept.of(pictures, device)
+        features, deeper = encode_pictures(self._base, self._family, self._config, [*pictures.values()], device)
+        return [*features], deeper
+
+    def _alone(self, picture: Picture) -> tuple[Tensor, tuple[Tensor, ...]]:
+        device = next(self._base.parameters()).device
+        (features,), deeper = encode_pictures(self._base, self._family, self._config, [picture], device)
+        return features, tuple(deeper)
 
     def _features(self, media: MediaTokens) -> Tensor:
         """Return for each token the index of its feature among those of all media, in order; -1: it is text."""
