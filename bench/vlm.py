@@ -4,7 +4,8 @@
 
 Each part is a function that returns its rows; each number is printed beside its limit. group: eight answers to a prompt
 with one image of 1,000 tokens, in the update and in the prefill of a rollout, against the same answers with an image
-and a prompt of their own each; in CPU time, the two in turn.
+and a prompt of their own each; in CPU time, the two in turn. step: a GRPO step of the recipe `shapes` with random
+weights, beside TRL's.
 --record writes bench/records/vlm/ and this bench's part of bench/RESULTS.md from all records.
 """
 
@@ -28,9 +29,11 @@ import numpy as np
 import torch
 
 from bench.lora import Row, record
+from bench.lora_beside_trl import ratio, seconds
 from bench.report import assemble
 from bench.results import Table
 from bench.status import _clean_commit
+from bench.vlm_beside_trl import measured_pictures
 from verl.algorithms.losses import nll
 from verl.batch import Batch, pack
 from verl.media_tokens import Picture
@@ -180,6 +183,16 @@ def prefills(model: Any, work: Workload) -> dict[str, Callable[[], Any]]:
     return {"shared": partial(run, ["all"] * ANSWERS), "apart": partial(run, list(map(str, range(ANSWERS))))}
 
 
+def step(size: str) -> Iterator[Row]:
+    """Yield how many times longer a GRPO step of the recipe `shapes` takes in TRL, and the CPU seconds of both; the
+    model is the recipe's, whatever the size is."""
+    found = measured_pictures()
+    yield Row("GRPO step: CPU time of TRL's against verl's", ratio(found, "cpu_s"), 4.0, at_least=True)
+    yield Row("GRPO step: duration of TRL's against verl's", ratio(found, "wall_s"))
+    for name in found:
+        yield Row(f"GRPO step: {name}'s, CPU s", seconds(found, name, "cpu_s"))
+
+
 def cpu_seconds(call: Callable[[], Any]) -> float:
     before_s = time.process_time()
     call()
@@ -188,7 +201,7 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
 
 # -- records -----------------------------------------------------------------------------------------------------------
 
-PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"group": group}
+PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"group": group, "step": step}
 """The parts by name. Each is given the size of the model."""
 
 

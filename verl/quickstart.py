@@ -2,9 +2,10 @@
 
     python -m verl.quickstart run.seed=0
     python -m verl.quickstart task=tool_arithmetic tool_fail_share=0.2
+    python -m verl.quickstart task=shapes
 
 All steps use the commands of real runs (`verl sft`, `verl train`); only the model, the tokenizer and the data are made
-here.
+here, and the warm-up of `shapes`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ from rich.table import Table
 
 from verl.cli import guarded
 from verl.errors import Refused
-from verl.recipes import arithmetic, tool_arithmetic
+from verl.recipes import arithmetic, shapes, shapes_warmup, tool_arithmetic
+from verl.track.samples import SampleRow
 
 SFT_ROWS, RL_ROWS, HELD_OUT_ROWS = 32000, 4096, 256
 # all other overrides belong to the RL run
@@ -45,11 +47,23 @@ class Start:
     recipe: str  # The recipe of its RL run; the run has the same name. `RECIPE_warmup` is the recipe of its SFT run.
     reward: str  # The module that scores it.
     teacher: str
+    model: str = "1.6M parameters"
+    pictures: bool = False
+    """Its rows have pictures, of which the warm-up needs an eighth as many, in Parquet. The run is evaluated with
+    blanked pictures too."""
+
+    @property
+    def sft_rows(self) -> int:
+        return SFT_ROWS // 8 if self.pictures else SFT_ROWS
+
+    def file(self, home: Path, name: str) -> Path:
+        """Return the file of rows with this name."""
+        return home / "data" / f"{name}.{'parquet' if self.pictures else 'jsonl'}"
 
 
 def quickstart(overrides: list[str]) -> int:
     from verl.config.load import load_config
-    from verl.driver.launch import run_rl, run_supervised
+    from verl.driver.launch import run_rl
 
     console = Console()
     given = dict(a.partition("=")[::2] for a in overrides if "=" in a)
@@ -67,12 +81,13 @@ def quickstart(overrides: list[str]) -> int:
     console.rule("[bold]1 of 3[/] a model, a tokenizer and data, from nothing")
     base = start.make(home, seed)
     console.print(
-        f"{home}/base: 1.6M parameters, random. {SFT_ROWS} traces of {start.teacher}; "
+        f"{home}/base: {start.model}, random. {start.sft_rows} traces of {start.teacher}; "
         f"{RL_ROWS} problems for RL; {HELD_OUT_ROWS} problems held out of both."
     )
     seconds = {"make": time.monotonic() - started}
     common = [f"run.root_dir={root}", f"run.seed={seed}"]
-    files = [f"data.train_files=[{home}/data/train.jsonl]", f"data.eval_files=[{home}/data/heldout.jsonl]"]
+    held_out = ",".join(str(start.file(home, name)) for name in ("heldout", "blanked")[: 1 + start.pictures])
+    files = [f"data.train_files=[{start.file(home, 'train')}]", f"data.eval_files=[{held_out}]"]
     rl = [f"recipe={start.recipe}", *files, f"reward.path={start.reward}", *common]
     if task == "tool_arithmetic":
         share = float(given.get("tool_fail_share", "0"))
@@ -81,17 +96,30 @@ def quickstart(overrides: list[str]) -> int:
     load_config([f"model.path={base}", *rl])  # errors in it are reported before the warm-up
 
     console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on that teacher")
-    warm_up = [f"recipe={start.recipe}_warmup", f"model.path={base}", *common]
-    warm_up += [f"data.train_files=[{home}/data/sft.jsonl]"]
-    warm_up += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
-    warm = run_supervised(load_config(warm_up), "sft", title=f"{start.recipe}: warm-up (SFT)")
-    seconds["sft"] = warm.seconds
+    warm = warmed(start, base, home, given, common)
+    seconds["sft"] = time.monotonic() - started - seconds["make"]
 
-    console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right number, 0 otherwise")
-    resolved = load_config([f"model.path={last_export(warm.dir)}", *rl])
+    console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right answer, 0 otherwise")
+    resolved = load_config([f"model.path={warm}", *rl])
     seconds["rl"] = run_rl(resolved, title=f"{start.recipe}: GRPO", quiet=True).seconds
     _close(console, home, seed, seconds, time.monotonic() - started)
     return 0
+
+
+def warmed(start: Start, base: Path, home: Path, given: Mapping[str, str], common: list[str]) -> Path:
+    """Train the model on the teacher's rows. Return the folder of the result."""
+    from verl.config.load import load_config
+    from verl.driver.launch import run_supervised
+
+    rows = start.file(home, "sft")
+    if start.pictures:
+        done = home / "warmup"
+        steps, seed = int(given.get("warmup_steps", shapes_warmup.STEPS)), int(given.get("run.seed", "0"))
+        kept = (done / "tokenizer.json").exists()
+        return done if kept else shapes_warmup.warm_up(base, rows, done, steps=steps, seed=seed)
+    args = [f"recipe={start.recipe}_warmup", f"model.path={base}", *common, f"data.train_files=[{rows}]"]
+    args += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
+    return last_export(run_supervised(load_config(args), "sft", title=f"{start.recipe}: warm-up (SFT)").dir)
 
 
 def make_inputs(home: Path, seed: int) -> Path:
@@ -126,6 +154,20 @@ def make_tool_inputs(home: Path, seed: int) -> Path:
     return base
 
 
+def make_pictures(home: Path, seed: int) -> Path:
+    """Make model, tokenizer and pictures of the task of shapes under `home`. Return the path of the model."""
+    base, start = home / "base", STARTS["shapes"]
+    if not (base / "tokenizer.json").exists():
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "seed").write_text(str(seed))
+        shapes.write_model(base, seed=seed)
+        shapes.write_taught(start.file(home, "sft"), start.sft_rows, seed=1000 + seed)
+        shapes.write_problems(start.file(home, "train"), RL_ROWS, seed=2000 + seed)
+        for name, blanked in (("heldout", False), ("blanked", True)):
+            shapes.write_problems(start.file(home, name), HELD_OUT_ROWS, seed=3000, blanked=blanked)
+    return base
+
+
 STARTS = {
     "arithmetic": Start(make_inputs, "quickstart", "verl.recipes.arithmetic", "a teacher that forgets carries"),
     "tool_arithmetic": Start(
@@ -133,6 +175,14 @@ STARTS = {
         "tool_arithmetic",
         "verl.recipes.tool_arithmetic",
         "a teacher that guesses, or types the wrong sign into its calculator, which shows drawn numbers",
+    ),
+    "shapes": Start(
+        make_pictures,
+        "shapes",
+        "verl.recipes.shapes",
+        "a teacher that mostly takes triangles for squares",
+        "0.5M parameters, which reads images",
+        pictures=True,
     ),
 }
 
@@ -149,7 +199,8 @@ def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], w
     from verl.track.samples import read_samples, sample_steps
 
     steps = sample_steps(home, "eval")
-    before, after = read_samples(home, steps[0], "eval"), read_samples(home, steps[-1], "eval")
+    every = [read_samples(home, step, "eval") for step in (steps[0], steps[-1])]
+    before, after = ([row for row in rows if _number(row) < HELD_OUT_ROWS] for rows in every)
     summary: dict[str, Any] = {"seed": seed}
     binary = all(row.reward in (0, 1) for row in (*before, *after))
     word = "accuracy" if binary else "score"
@@ -159,11 +210,15 @@ def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], w
         scores = [sum(of_step) / max(1, len(of_step)) for of_step in rewards]
         table.add_row(mode, *(f"{score:.3f}" for score in scores))
         summary |= {f"{mode}_before": scores[0], f"{mode}_after": scores[1]}
+    if blanked := [r.reward for r in every[1] if _number(r) >= HELD_OUT_ROWS and "/greedy/" in r.group_id]:
+        summary["blanked_after"] = sum(blanked) / len(blanked)
+        table.add_row("greedy, blanked pictures", "", f"{summary['blanked_after']:.3f}")
     console.print(table)
     greedy = list(zip(*([r for r in rows if "/greedy/" in r.group_id] for rows in (before, after))))
     changed = [(a, b) for a, b in greedy if a.reward < 1 <= b.reward] or greedy
     for pair in changed[:3]:
-        console.print(f"[bold]{pair[0].prompt_text.split('=')[0].split('>')[-1]}[/]", highlight=False)
+        asked = pair[0].prompt_text.split("=")[0].split(">")[-1] or pair[0].ground_truth
+        console.print(f"[bold]{asked}[/]", highlight=False)
         for word, row in zip(("before", "after "), pair):
             mark = "[green]right[/]" if row.reward >= 1 else "[red]wrong[/]"
             console.print(f"  {word}  {row.response_text}  {mark}", highlight=False)
@@ -171,6 +226,11 @@ def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], w
     (home / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(f"{wall_s:.0f} s in all. summary: {home}/summary.json")
     console.print(f"Open the report: {(home / 'report.html').resolve()}")
+
+
+def _number(row: SampleRow) -> int:
+    """Return the number of a row's problem in the files of the evaluation."""
+    return int(row.group_id.rpartition("/")[2])
 
 
 if __name__ == "__main__":

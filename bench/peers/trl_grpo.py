@@ -24,12 +24,29 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, L
 
 
 def main(spec: dict[str, Any], result: Path) -> None:
-    meter = Meter()
     torch.set_num_threads(spec["threads"])
+    rows = read_rows(spec["rows"], spec["prompts_per_step"] * spec["steps"])
+    trainer = timed(trl.GRPOTrainer)(
+        model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
+        reward_funcs=checksum if spec.get("lengths") else reward,
+        args=settings(spec),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"], "truth": truth(row)} for row in rows]),
+        peft_config=factors(spec["lora_rank"]) if spec.get("lora_rank") else None,
+    )
+    if spec.get("count_bytes"):
+        invent_answers(trainer, json.loads(Path(spec["lengths"]).read_text()))
+        count_bytes(trainer)
+    elif spec.get("lengths"):
+        force_lengths(trainer, json.loads(Path(spec["lengths"]).read_text()))
+    measure(trainer, result)
+
+
+def settings(spec: dict[str, Any], **more: Any) -> trl.GRPOConfig:
+    """Return the settings of a run; more: further ones."""
     n, prompts = spec["samples_per_prompt"], spec["prompts_per_step"]
     parts = spec.get("micro_batches", 1)
-    rows = read_rows(spec["rows"], prompts * spec["steps"])
-    config = trl.GRPOConfig(
+    return trl.GRPOConfig(
         output_dir=spec["folder"],
         per_device_train_batch_size=prompts * n // parts,
         gradient_accumulation_steps=parts,
@@ -55,20 +72,13 @@ def main(spec: dict[str, Any], result: Path) -> None:
         report_to="none",
         disable_tqdm=True,
         log_level="error",
+        **more,
     )
-    trainer = _timed(trl.GRPOTrainer)(
-        model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
-        reward_funcs=checksum if spec.get("lengths") else reward,
-        args=config,
-        train_dataset=Dataset.from_list([{"prompt": row["prompt"], "truth": truth(row)} for row in rows]),
-        peft_config=factors(spec["lora_rank"]) if spec.get("lora_rank") else None,
-    )
-    if spec.get("count_bytes"):
-        invent_answers(trainer, json.loads(Path(spec["lengths"]).read_text()))
-        count_bytes(trainer)
-    elif spec.get("lengths"):
-        force_lengths(trainer, json.loads(Path(spec["lengths"]).read_text()))
+
+
+def measure(trainer: Any, result: Path) -> None:
+    """Train, and write what each step took."""
+    meter = Meter()
     trainer.add_callback(_AtStepEnd(meter, trainer))
     trainer.train()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
@@ -144,7 +154,7 @@ def count_bytes(trainer: Any) -> None:
     trainer.compute_loss, trainer.accelerator.backward = counted_loss, counted_backward
 
 
-def _timed(trainer_class: type) -> type:
+def timed(trainer_class: type) -> type:
     """Return the trainer with a clock around generation and around everything before the loss."""
 
     class Timed(trainer_class):  # type: ignore[misc, valid-type]

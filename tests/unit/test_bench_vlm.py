@@ -27,6 +27,13 @@ def test_answers_apart_have_an_image_and_a_prompt_each() -> None:
     assert tokens == {"shared": 24 + 8 * 4, "apart": 8 * (24 + 4)} and images == {"shared": 1, "apart": 8}
 
 
+def test_a_step_is_compared_by_its_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, others = ([{"cpu_s": s, "wall_s": 2 * s} for s in every] for every in ((1.0, 2.0, 9.0), (7.0, 8.0, 9.0)))
+    monkeypatch.setattr(vlm, "measured_pictures", lambda: {"verl": own, "TRL": others})
+    cpu, wall, *each = vlm.step("tiny")
+    assert (cpu.value, cpu.limit, wall.value) == (4.0, 4.0, 4.0) and cpu.met and [row.value for row in each] == [2, 8]
+
+
 def test_a_missed_limit_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"good": lambda size: iter([Row(size, 1.0, 2.0)]), "bad": lambda size: iter([Row(size, 3.0, 2.0)])}
     monkeypatch.setattr(vlm, "PARTS", parts)
