@@ -217,8 +217,8 @@ def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], w
     greedy = list(zip(*([r for r in rows if "/greedy/" in r.group_id] for rows in (before, after))))
     changed = [(a, b) for a, b in greedy if a.reward < 1 <= b.reward] or greedy
     for pair in changed[:3]:
-        asked = pair[0].prompt_text.split("=")[0].split(">")[-1] or pair[0].ground_truth
-        console.print(f"[bold]{asked}[/]", highlight=False)
+        problem = pair[0].prompt_text.split("=")[0].split(">")[-1] or pair[0].ground_truth
+        console.print(f"[bold]{problem}[/]", highlight=False)
         for word, row in zip(("before", "after "), pair):
             mark = "[green]right[/]" if row.reward >= 1 else "[red]wrong[/]"
             console.print(f"  {word}  {row.response_text}  {mark}", highlight=False)
