@@ -184,6 +184,20 @@ def test_bad_rows_are_refused_in_one_line_with_file_and_row(given: dict[str, Any
     assert re.match(r".*rows.parquet: row [12]: ", str(refused.value)) and "\n" not in str(refused.value)
 
 
+def test_other_columns_keep_their_texts(load: Any) -> None:
+    """The name that comes with the bytes of an image, or the lack of one, is no content."""
+    for name in ("", "cat.png"):
+        columns = {"images": [{"bytes": CAT, "path": name}], "file": "cat.png", "note": "", "extra_info": {"hint": ""}}
+        (task,) = load(row("<image>what?", **columns))
+        assert (task.row["file"], task.row["note"], task.row["extra_info"]["hint"]) == ("cat.png", "", "")
+
+
+@pytest.mark.parametrize("column", [[], None])
+def test_a_mark_whose_column_is_empty_is_refused(column: Any, load: Any) -> None:
+    with pytest.raises(Refused, match="places for 1 images, and there are 0"):
+        load(row("<image>a", images=column), row("b", images=["cat.png"]))
+
+
 def test_images_in_other_modes_and_upright(load: Any, tokenizer: Any) -> None:
     turned = Image.new("RGB", (12, 8))
     turned.getexif()[0x0112] = 6

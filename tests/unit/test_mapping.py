@@ -33,6 +33,7 @@ from verl.planner.latency import (
     update_s,
 )
 from verl.planner.mapping import (
+    Aim,
     PlannedRole,
     Rules,
     SetTimes,
@@ -43,7 +44,7 @@ from verl.planner.mapping import (
     stages_of,
     times_of,
 )
-from verl.planner.placement import best_placements, overrides, work_of
+from verl.planner.placement import best_placements, overrides, planned_roles, work_of
 
 SIZE = ModelSize(parameters=8e9, active_parameters=8e9, layers=32, hidden=4096, kv_width=1024)
 WORK = StepWork(sequences=256, prompt_tokens=512, response_tokens=512, updates=2)
@@ -269,6 +270,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     [
         ("algorithm.name=ppo",),
         ("algorithm.kl_loss_coef=0.001", "mean_tokens=200"),
+        ("algorithm.name=grpo", "algorithm.kl_loss_coef=0", "step.updates_per_step=1"),
         ("algorithm.name=ppo", "model.lora.rank=32"),
         ("rollout.engine=vllm", "rollout.python=/usr/bin/python3", "aim=cost"),
     ],
@@ -283,6 +285,17 @@ def test_what_is_printed_configures_a_run(
     own = [arg for arg in more if arg.partition("=")[0] not in PLACEMENT]
     assert main(["plan", *recipe, *own, *shlex.split(line.removeprefix("configure ")), "cluster.address=auto"]) == 0
     assert "placement" in printed and "slower" in printed
+    config = load_config([*recipe, *own]).config
+    work = work_of(config, 200.0 if "mean_tokens=200" in more else None)
+    aim: Aim = "cost" if "aim=cost" in more else "time"
+    found = best_placements(config, read_cluster(tmp_path / "cluster.yaml"), work, aim)
+    head = next(line for line in printed.splitlines() if "GiB held" in line)
+    assert [name for name in ("rollout, s", "experience, s", "update, s") if name in head] == [
+        f"{stage}, s" for stage in stages_of(planned_roles(config))
+    ]
+    rows = printed.splitlines()[printed.splitlines().index(head) + 1 :][: len(found[0].placement.sets)]
+    for line, placed in zip(rows, found[0].placement.sets):
+        assert line.split()[-len(placed.times.seconds) :] == [f"{s:.3g}" if s else "-" for s in placed.times.seconds]
 
 
 def test_every_placement_of_a_run_configures_it(recipe: list[str]) -> None:

@@ -101,7 +101,7 @@ class ImageRules:
         parts = [part for part in _media_parts(messages, where)]
         refuse_media(*_without_images(row, messages, column), where)
         inline = [source for part in parts if (source := _source(part, where)) is not None]
-        marked = bool(items) and any(MARK in text for m in messages for text in _texts(m))
+        marked = bool(column) and any(MARK in text for m in messages for text in _texts(m))
         if items and inline:
             raise Refused(f"{where}: images in the column {column!r} and in parts of messages. Fix: one of both")
         if items and not parts and not marked:
@@ -126,7 +126,9 @@ class ImageRules:
         content, path = _resolved(item, where)
         if content is not None:
             path = _written(content, self.content)
-            places[content] = places[_text_of(item)] = str(path), f"blake2b:{path.name}"
+            places[content] = str(path), f"blake2b:{path.name}"
+            if str(text := _text_of(item)).startswith("data:"):  # a path of the same item is not its content
+                places[text] = places[content]
         with _opened(path, where) as stream:
             facts = os.fstat(stream.fileno())
             sides = image_size(stream, f"{where} ({path})")

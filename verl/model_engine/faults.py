@@ -48,7 +48,7 @@ def _state_faults(config: Config) -> Iterator[str]:
     except ValueError:
         return  # another check reports it
     kind = str(text.get("model_type"))
-    states = STATE_LAYERS & {*text.get("layer_types", ())}
+    states = STATE_LAYERS & {*(text.get("layer_types") or ())}
     if states and kind not in DELTA_TYPES and options_of(config, "model").attention != "padded":
         yield f"model.path={config.model.path} {unpacked_states(kind)}"
 
@@ -99,7 +99,7 @@ def _shared(what: str, path: str, layout: Layout) -> list[str]:
     wanted = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
     kind, both = str(text.get("model_type")), layout.tensor * layout.sequence
     alone = "(parameters are sharded over the data ranks then)"
-    if layout.tokens > 1 and (kind in DELTA_TYPES or STATE_LAYERS & {*text.get("layer_types", ())}):
+    if layout.tokens > 1 and (kind in DELTA_TYPES or STATE_LAYERS & {*(text.get("layer_types") or ())}):
         why = f"{what} is a {kind}, and ranks that share the tokens of a row do not pass its states on"
         return [f"parallel.{layout.tokens_key}={layout.tokens}: {why}; leave it out {alone}"]
     if layout.tensor > 1 and not (planned or kind in TENSOR_PLANS):

@@ -21,7 +21,7 @@ from verl.errors import Refused
 from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.planner.hardware import Nodes
 from verl.planner.latency import RESERVE, TENSOR, Division, ModelSize, StepWork, Stored, divisions, held_bytes
-from verl.planner.mapping import Aim, PlannedRole, RolePlacement, Rules, placements, times_of
+from verl.planner.mapping import Aim, PlannedRole, RolePlacement, Rules, placements, stages_of, times_of
 from verl.planner.sizes import parameters_used
 
 OTHERS = 5
@@ -71,7 +71,7 @@ def planned_roles(config: Config) -> tuple[PlannedRole, ...]:
                 base="actor" if name in on_base else None,
             )
         )
-    return tuple(roles)
+    return tuple(sorted(roles, key=lambda role: role.trained))  # in the order of their stages
 
 
 def size_of(model: ModelFacts) -> ModelSize:
@@ -148,7 +148,7 @@ def _nothing_fits(config: Config, roles: Sequence[PlannedRole], cluster: Sequenc
 def render(config: Config, found: Sequence[PlacedRun]) -> str:
     """Return the best placement as a table, the overrides that configure it, and why the next ones are slower."""
     best = found[0]
-    one, at, stages = best.placement, best.at, ("rollout", "experience", "update")
+    one, at, stages = best.placement, best.at, stages_of(planned_roles(config))
     price = f", {one.price:.2f} per step" if one.price else ""
     lines = [f"placement about {one.step_s:.3g} s per step{price} on {at.device.name} ({at.device.source})"]
     rows = [("devices", "roles", "GiB held by each", *(f"{stage}, s" for stage in stages))]
@@ -160,7 +160,7 @@ def render(config: Config, found: Sequence[PlacedRun]) -> str:
     lines += ["          " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
     lines += [f"configure {' '.join(overrides(config, best))}"]
     for other in found[1 : OTHERS + 1]:
-        lines.append(f"slower    {_sets_text(other.placement)}: {_why(one, other.placement)}")
+        lines.append(f"slower    {_sets_text(other.placement)}: {_why(one, other.placement, stages)}")
     return "\n".join(lines)
 
 
@@ -168,12 +168,11 @@ def _sets_text(one: RolePlacement) -> str:
     return " | ".join(f"{' + '.join(placed.roles)} on {placed.times.devices}" for placed in one.sets)
 
 
-def _why(best: RolePlacement, other: RolePlacement) -> str:
+def _why(best: RolePlacement, other: RolePlacement, stages: Sequence[str]) -> str:
     """Return how much longer a placement takes, and in which stage most of it."""
-    stages = ("rollout", "experience", "update")
     by_stage = [
         max(placed.times.seconds[i] for placed in other.sets) - max(placed.times.seconds[i] for placed in best.sets)
-        for i in range(len(best.sets[0].times.seconds))
+        for i in range(len(stages))
     ]
     worst = max(range(len(by_stage)), key=lambda i: by_stage[i])
     longer = f"{other.step_s / best.step_s - 1:+.0%}"
