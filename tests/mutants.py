@@ -686,6 +686,7 @@ MUTANTS = (
     Mutant("models/pictures.py", "self._kept.move_to_end(reference)", "pass", "tests/unit/test_pictures.py"),
     Mutant("models/image_files.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
     Mutant("nn/vision.py", "if deeper:", "if not deeper:", VISION),
+    Mutant("model_engine/sharded.py", "and any(encodes))", "and False)", "tests/distributed/test_images.py"),
     Mutant("nn/fp8.py", "values.float() * by_row(scales, rows)", "values.float() / by_row(scales, rows)", BLOCKS),
     Mutant("nn/fp8.py", "largest == 0, 1.0", "largest == 0, 0.0", BLOCKS),
     Mutant("nn/fp8.py", "if halves:", "if False:", BLOCKS),

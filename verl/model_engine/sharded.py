@@ -265,7 +265,7 @@ class ShardedPasses(Passes):
     def __init__(self, local: ShardedModel) -> None:
         super().__init__(local)
         self._layout = local.layout
-        self._encodes = False  # in this pass some rank has an image
+        self._encodes = False  # the tower runs in this pass, on all ranks
         if self._vision is not None:
             for line in image_faults(self._layout, type(local.model).__name__, mutual=self._vision.mutual):
                 raise Refused(line)
@@ -379,8 +379,9 @@ class ShardedPasses(Passes):
         parts = self.cuts(batch, count)
         encodes = self._passes_with_images(batch, parts)
         for i, rows in enumerate(parts):
-            self._meet_copies(i == len(parts) - 1)
-            self._encodes = encodes[i]
+            self._meet_copies(last := i == len(parts) - 1)
+            # copies sum a module's gradients of earlier passes only if it runs in the last one
+            self._encodes = encodes[i] or (last and self._layout.replicate > 1 and any(encodes))
             yield rows
         self._encodes = False
 
@@ -394,8 +395,7 @@ class ShardedPasses(Passes):
         return [one > 0 for one in found.tolist()]
 
     def _meet_copies(self, meet: bool) -> None:
-        """Set whether the next backward pass sums the gradients over the copies of the model: only the last pass of a
-        step does."""
+        """Set whether the next backward pass sums gradients over the copies of the model: the last of a step does."""
         if self._layout.replicate > 1:
             self.local.root.set_requires_all_reduce(meet)
 
