@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from vision import model
 
 from verl.config.image_models import image_model_faults
 from verl.config.load import load_config
+from verl.config.tree import changed
 from verl.config.validate import validate
 from verl.driver.assemble import context_of
 from verl.driver.models import trained
+from verl.errors import Refused
 from verl.model_engine.layout import Layout
 from verl.model_engine.merging import write_merged
 from verl.models import tiny
@@ -97,6 +100,36 @@ def test_what_it_cannot_do_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=line):
         validate(load_config(small_args(tmp_path, folder, arithmetic_data, *given.split())).config)
+
+
+NO_EFFECT = [
+    (
+        "model.freeze=[vision,language]",
+        r"model.freeze=\[vision, language\]: {}; .* nothing would be; leave language out",
+    ),
+    ("optim.options.lr={projector:1e-4}", "optim.options.lr.projector: {}; text does not train the part; leave its"),
+]
+
+
+@pytest.mark.parametrize("given, line", NO_EFFECT)
+def test_parts_that_rows_of_text_do_not_train_are_refused(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, given: str, line: str
+) -> None:
+    """By the rows of a family that reads rows with images; by the configuration of others, and of other commands."""
+    other = tmp_path / "gemma3"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
+    args = small_args(tmp_path, folder, arithmetic_data, given)
+    config = load_config(args).config
+    gemma = changed(config, {"model.path": str(other)})
+    assert not [*image_model_faults(config, "train", samples=True)]
+    assert not [*image_model_faults(gemma, "eval", samples=True)], "nothing is trained"
+    for refused, command, kind in ((config, "sft", "qwen2_5_vl"), (gemma, "train", "gemma3")):
+        (found,) = image_model_faults(refused, command, samples=command == "train")
+        assert re.match(line.format(f"verl {command} reads rows of text alone for a {kind}"), found)
+    with pytest.raises(Refused, match=line.format(r"the \d+ rows of .* are text alone")):
+        small_run(tmp_path, folder, arithmetic_data, given)
+    assert not (tmp_path / "r").exists()
 
 
 def test_a_plan_counts_what_is_trained(folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import get_args
 
 from verl.algorithms.sections import is_url
 from verl.config.backends import engine_name, traits_of
+from verl.config.cluster import TRAINS
 from verl.config.model_files import EMBEDDING, HEAD, find_model_folder, read_model_config, read_weight_headers
 from verl.config.schema import Config
 from verl.errors import Refused
@@ -30,6 +31,8 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     yield from _frozen_faults(config, kind)
     if kind is None:
         return
+    if command in TRAINS and (command != "train" or FAMILIES[kind].expansion is None):
+        yield from text_faults(config, f"verl {command} reads rows of text alone for a {kind}")
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
     if kind in ON_ONE_RANK and engine_name(config, "model") != "torch":
         why = "the states of whose tower's layers transformers finds by their class, which sharding changes"
@@ -59,9 +62,7 @@ def _lora_faults(config: Config, what: str, *, samples: bool) -> Iterator[str]:
 
 def _frozen_faults(config: Config, kind: str | None) -> Iterator[str]:
     """Yield a line for each frozen part, or learning rate of a part, that the policy cannot have. kind: its family."""
-    frozen, given = config.model.freeze, f"model.freeze=[{', '.join(config.model.freeze)}]"
-    rates = config.optim.options.get(LR)
-    own = [part for part in PARTS if isinstance(rates, Mapping) and part in rates]
+    frozen, given, own = config.model.freeze, _freeze(config), _own_rates(config)
     adapted = trained_by(config.model.lora) is not None
     if kind is None and (frozen or own):
         key = given if frozen else f"optim.options.lr.{own[0]}"
@@ -74,6 +75,28 @@ def _frozen_faults(config: Config, kind: str | None) -> Iterator[str]:
         if part in frozen or adapted:
             why = given if part in frozen else "model.lora, whose factors are those of the language model"
             yield f"optim.options.lr.{part} with {why}: the part is not trained; leave its rate out"
+
+
+def text_faults(config: Config, why: str) -> Iterator[str]:
+    """Yield a line for each setting of the policy's parts that rows of text would leave without effect: they train the
+    language model alone. why: why no row has an image."""
+    if trained_by(config.model.lora) is not None:
+        return
+    if "language" in config.model.freeze:
+        yield f"{_freeze(config)}: {why}; text trains the language model alone, so nothing would be; leave language out"
+    for part in _own_rates(config):
+        if part not in config.model.freeze:
+            yield f"optim.options.lr.{part}: {why}; text does not train the part; leave its rate out"
+
+
+def _freeze(config: Config) -> str:
+    return f"model.freeze=[{', '.join(config.model.freeze)}]"
+
+
+def _own_rates(config: Config) -> list[str]:
+    """Return the parts that have a learning rate of their own."""
+    rates = config.optim.options.get(LR)
+    return [part for part in PARTS if isinstance(rates, Mapping) and part in rates]
 
 
 def frozen_parts(config: Config) -> tuple[Part, ...]:

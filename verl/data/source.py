@@ -102,6 +102,11 @@ class _Table:
 class TaskTable(_Table):
     """The table of RL prompts. Rows are parsed when the table is made; reading an entry only decodes it."""
 
+    @property
+    def has_images(self) -> bool:
+        """True if any row has an image."""
+        return len(self._arrays["images"]) > 0
+
     def __getitem__(self, index: int) -> Task:
         index = int(index)
         ids = self._part("ids", index).astype(np.int64)

@@ -57,6 +57,7 @@ from verl.driver.setup import (
     from_threads,
     load_tokenizer_of,
     refuse_unembedded,
+    refuse_untrained,
     require_an_end,
     set_up_process,
     set_up_worker,
@@ -106,6 +107,7 @@ async def assemble(
     async with contextlib.AsyncExitStack() as refused:  # a refused start may be tried again in this process
         refused.push_async_callback(loops.close)
         tasks, eval_tasks = all_played(config, *tasks_of(config, tokenizer, loops.players))
+        refuse_untrained(config, command, tasks)
         claimed = open_run_dir(resolved, command, {**loops.contents, **tasks.report.contents})
         refused.callback(claimed.lock.close)
         data, progress = (tokenizer, loops, tasks, eval_tasks), progress or LiveProgress()
@@ -415,8 +417,7 @@ def reporter_of(
     recording: tuple[WorkerGroup, QueueRows] | None = None,
     on_step: OnStep | None = None,
 ) -> Reporter:
-    """Open the records of the run. This is the first write into the run directory, after all checks that can refuse a
-    start."""
+    """Open the records of the run: the first write into its directory, after all checks that can refuse a start."""
     config, attempt, done = resolved.config, claimed.attempt, claimed.state.step if claimed.state else 0
     records = claimed.records or claimed.path
     lines = (*beyond(claimed.path, done, total_steps), *stretched(config, records, done, total_steps))
@@ -451,8 +452,7 @@ def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> t
         learners = learners._replace(answer_key=loss.stored_key, answer_tokens=config.rollout.max_response_tokens)
     tasks = read(data.train_files, max_rows=data.max_rows, players=learners)
     refuse_unembedded(config, tokenizer, tasks.report)
-    eval_tasks: list[Task] = []
-    reports = [tasks.report]
+    eval_tasks, reports = list[Task](), [tasks.report]
     if data.eval_files:
         table = read(data.eval_files, max_rows=data.max_eval_rows)
         refuse_unembedded(config, tokenizer, table.report)

@@ -25,11 +25,13 @@ from verl.chat.dates import date_line
 from verl.chat.template import Renderer
 from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
+from verl.config.cluster import TRAINS
 from verl.config.devices import in_float32_alone, saves_memory
+from verl.config.image_models import text_faults
 from verl.config.model_files import declared_tie, describe_model, read_model_config, read_weight_headers
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
-from verl.data.source import LoadReport
+from verl.data.source import LoadReport, TaskTable
 from verl.driver.driver_host import DriverHost
 from verl.errors import Refused
 from verl.planner.card import CardFacts
@@ -174,6 +176,14 @@ def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> N
                 f"which the model has no embedding for ({vocab} rows): {'; '.join(places) or ', '.join(report.files)}. "
                 "Fix: take it out of the rows"
             )
+
+
+def refuse_untrained(config: Config, command: str, tasks: TaskTable) -> None:
+    """Raise Refused for settings of parts that are not trained, since no training row has an image."""
+    if command in TRAINS and not tasks.has_images:
+        why = f"the {len(tasks)} rows of {', '.join(tasks.report.files)} are text alone"
+        if lines := [*text_faults(config, why)]:
+            raise Refused("\n".join(lines))
 
 
 def max_context_tokens(config: Config, hf_config: Any) -> int:
