@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from verl.checkpoint.shards import agreed, load_tensors, save_tensors, tensor_na
 from verl.errors import Refused
 from verl.model_engine.optim import AVERAGE
 from verl.model_engine.optimizers import Optimizer
+from verl.models.families import Part
 
 COUNTERS = "engine.json"
 
@@ -74,14 +75,16 @@ class Snapshot:
 
 @torch.no_grad()
 def load_state(
-    path: Path, names: Set[str], params: Mapping[str, nn.Parameter], optimizer: Optimizer | None
+    path: Path,
+    names: Set[str],
+    params: Mapping[str, nn.Parameter],
+    optimizer: Optimizer | None,
+    part_of: Callable[[str], Part | None],
 ) -> dict[str, int]:
     """Fill this rank's tensors from the folder that `save` wrote, and return the counters. names: all names of the
-    whole model. Raise ValueError if the folder is of another model."""
+    whole model · part_of: its part to which a name belongs. Raise ValueError if the folder is of another model."""
     found = tensor_names(path)
-    saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
-    if differing := sorted(names ^ saved):
-        raise Refused(f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}")
+    _refuse_other_names({n.removeprefix("model.") for n in found if n.startswith("model.")}, names, part_of)
     into: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in params.items()}
     if optimizer is not None:
         optimizer.state.clear()
@@ -99,6 +102,20 @@ def load_state(
     load_tensors(path, into)
     counters: dict[str, int] = json.loads((path / COUNTERS).read_text())
     return counters
+
+
+def _refuse_other_names(saved: Set[str], names: Set[str], part_of: Callable[[str], Part | None]) -> None:
+    """Raise Refused if a checkpoint has other parameters than this run trains."""
+    if not (differing := sorted(saved ^ names)):
+        return
+    then, now = ({part_of(name) for name in every} for every in (saved, names))
+    if {part_of(name) for name in differing} == then ^ now:  # all parameters of these parts
+        was, here = (", ".join(part for part in get_args(Part) if part not in every) for every in (then, now))
+        raise Refused(
+            f"the checkpoint was saved with model.freeze=[{was}], and this run has model.freeze=[{here}]: resume with "
+            f"model.freeze=[{was}], or begin another run whose model.path is the checkpoint's folder hf"
+        )
+    raise Refused(f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}")
 
 
 def _states_by_parameter(found: Set[str]) -> dict[str, set[str]]:
