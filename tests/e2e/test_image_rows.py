@@ -11,9 +11,12 @@ import pytest
 from small_runs import metrics_of, small_run
 from vision import IMAGE, chat_folder, png
 
+from verl.driver import assemble
+from verl.errors import Refused
 from verl.rollout.embedded.features import EncodedImages
 from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
+from verl.transfer_queue.memory import MemoryQueue
 
 REWARD = """
 import pathlib
@@ -66,3 +69,15 @@ def test_rows_with_images_train_and_each_image_is_encoded_once(
         assert len({row.group_id for row in rows}) == 4 and all(IMAGE in row.prompt_ids for row in rows)
     assert sorted(encoded) == sorted(name for name in {*encoded} for _ in range(3)), "once for each of three versions"
     assert len({*encoded}) == 4 and all(len(store) == 0 for store in stores), "nothing is kept after the run"
+
+
+def test_a_queue_without_a_store_of_images_is_refused_before_a_model_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, make = list[str](), MemoryQueue.__init__
+    monkeypatch.setattr(assemble, "workers_of", lambda *given: started.append("a model"))
+    monkeypatch.setattr(MemoryQueue, "__init__", lambda self: (make(self), setattr(self, "media", None))[0])
+    data = written(tmp_path / "rows.parquet", [png(*size, k) for k, size in enumerate(SIZES)])
+    with pytest.raises(Refused, match="queue.engine=memory: row 0 of data.train_files has images, and this queue"):
+        run(tmp_path, folder, data)
+    assert started == []

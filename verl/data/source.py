@@ -118,6 +118,10 @@ class TaskTable(_Table):
         own["images"] = images_of(self._part("images", index))
         return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **{**own, **TaskRow(*parsed)._asdict()})
 
+    def first_with_images(self) -> int | None:
+        """Return the index of the first entry with images; None if there is none."""
+        return next(map(int, np.flatnonzero(self._arrays["images_lengths"])), None)
+
 
 def images_of(packed: np.ndarray) -> tuple[TaskImage, ...]:
     """Return the images of an entry from its part of the table."""

@@ -31,6 +31,7 @@ from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import feedback_of
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_fleet import fleet_of, rollout_engine
+from verl.driver.assemble_images import media_of_run, refuse_images
 from verl.driver.assemble_loops import all_played, loops_of
 from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
 from verl.driver.banned import policy_banned
@@ -76,8 +77,6 @@ from verl.rollout.wrapper import AfterPublish
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
 from verl.track.sinks import open_sinks
-from verl.transfer_queue.base import MediaStore
-from verl.transfer_queue.media import FolderMedia
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.weight_sync.canary import probes_of
@@ -125,8 +124,7 @@ async def _run_of(
     on_step: OnStep | None,
     refused: contextlib.AsyncExitStack,
 ) -> Run:
-    """Build the rest of the run, after the run directory is claimed. data: tokenizer, loops, training rows, evaluation
-    tasks · refused: closes its entries if the start is refused."""
+    """Build the rest of a run whose directory is claimed. refused: closes its entries if the start is refused."""
     config, (tokenizer, loops, tasks, eval_tasks) = resolved.config, data
     warned = (f"warning: {found}" for found in plan.algorithm_warnings(config))
     claimed = replace(claimed, setup_lines=(*loops.notes, *sandbox_of(config, [tasks[0], *eval_tasks[:1]])))
@@ -140,6 +138,7 @@ async def _run_of(
     total, crash_dir = updates_of_run(config, num_steps), claimed.path / "crash"
     context = context_of(config, placed_roles(config), updates=total, crash_dir=crash_dir, say=progress.message)
     refused.callback(context.cluster.close)
+    refuse_images(config, tasks, eval_tasks, context.queue.media)
     models: dict[str, ModelWorkers] = {}
     reward, pool = await reward_of(config, models, algorithm.truncation, to_rehearse(tasks, eval_tasks, loops.players))
     refused.push_async_callback(reward.close)
@@ -350,11 +349,6 @@ def learner_of(
         waits=waits or Waits(),
         controllers=Controllers(algorithm.kl_reward.coef if algorithm and algorithm.kl_reward else 0.0),
     )
-
-
-def media_of_run(run_dir: Path) -> MediaStore:
-    """Return the store of the media of a run's recorded rows."""
-    return FolderMedia(run_dir / "media")
 
 
 def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learner:

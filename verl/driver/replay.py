@@ -18,7 +18,8 @@ from verl.columns import COLUMNS
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
 from verl.data.formats import FEEDBACK
-from verl.driver.assemble import media_of_run, offline_learner, trained_roles
+from verl.driver.assemble import offline_learner, trained_roles
+from verl.driver.assemble_images import media_of_run
 from verl.driver.checkpointer import load_role
 from verl.driver.queue_rows import QueueRows
 from verl.driver.run_dir import config_path
