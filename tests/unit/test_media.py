@@ -15,6 +15,7 @@ import pytest
 from verl.driver.queue_rows import QueueRows
 from verl.driver.record import SampleRecorder
 from verl.driver.replay import put_recorded, recorded_sample
+from verl.driver.task_media import TaskMedia
 from verl.track.samples import read_samples
 from verl.transfer_queue import shared
 from verl.transfer_queue.base import MediaStore, TransferQueue, copy_media
@@ -22,7 +23,7 @@ from verl.transfer_queue.media import FolderMedia, MemoryMedia
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.rows import queued_samples
-from verl.types import Medium, Sample, Segment
+from verl.types import Medium, Sample, Segment, Task, TaskImage
 from verl.workers.waits import Waits
 
 PICTURES = [bytes([n]) * 1000 * (n + 1) for n in range(3)]
@@ -206,3 +207,51 @@ def test_a_copy_reads_only_what_is_missing(tmp_path: Path, monkeypatch: pytest.M
     assert read == [b]
     into.drop(["before"])
     assert (into.get(a), into.get(b)) == tuple(PICTURES[:2])
+
+
+def task_with_images(folder: Path) -> Task:
+    images = list[TaskImage]()
+    for number, content in enumerate(PICTURES):
+        path = folder / f"{number}.png"
+        path.write_bytes(content)
+        facts = path.stat()
+        images.append(TaskImage(str(path), facts.st_size, facts.st_mtime_ns, number, 1))
+    return Task(task_id="t", index=0, messages=(), prompt_ids=np.arange(3), images=tuple(images))
+
+
+def test_a_task_that_is_cancelled_while_its_images_are_stored_leaves_none(
+    store: MediaStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that stores them goes on after the wait for it is cancelled."""
+    storing, goes_on, put = threading.Event(), threading.Event(), type(store).put
+
+    def slow(self: Any, content: bytes, owner: str) -> str:
+        storing.set()
+        assert goes_on.wait(20)
+        return put(self, content, owner)
+
+    monkeypatch.setattr(type(store), "put", slow)
+    task = task_with_images(tmp_path)
+
+    async def cancelled() -> None:
+        async def hold() -> None:
+            async with TaskMedia(store).held(task, "g1"):
+                raise AssertionError("the images are not stored yet")
+
+        running = asyncio.ensure_future(hold())
+        await asyncio.to_thread(storing.wait, 20)
+        running.cancel()
+        await asyncio.wait([running])
+        assert running.cancelled() and len(store) == 0
+        goes_on.set()
+
+    asyncio.run(cancelled())  # ends with its threads
+    assert len(store) == 0
+    monkeypatch.undo()
+
+    async def played() -> int:
+        async with TaskMedia(store).held(task, "g1") as seen:
+            assert [m.start for m in seen.media] == [0, 1, 2]
+            return len(store)
+
+    assert asyncio.run(played()) == 3 and len(store) == 0

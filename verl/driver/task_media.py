@@ -4,6 +4,7 @@ rows are stored, which then own it, or until it is released."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -28,13 +29,16 @@ class TaskMedia:
             yield task
             return
         assert self.store is not None, "a queue without a store refuses rows with images at the start"
+        released = threading.Event()
         try:
             try:
-                seen = replace(task, media=await asyncio.to_thread(_media, self.store, task.images, owner))
+                media = await asyncio.to_thread(_media, self.store, task.images, owner, released)
+                seen = replace(task, media=media)
             except LostImage as e:
                 seen = replace(task, lost=str(e))
             yield seen
         finally:
+            released.set()
             self.store.drop([owner])
 
 
@@ -42,14 +46,24 @@ class LostImage(ValueError):
     """The file of an image is missing, or another one than when the rows were read."""
 
 
-def _media(store: MediaStore, images: tuple[TaskImage, ...], owner: str) -> tuple[Medium, ...]:
+def _media(
+    store: MediaStore, images: tuple[TaskImage, ...], owner: str, released: threading.Event
+) -> tuple[Medium, ...]:
+    """Store the content of images for the owner. If it is released meanwhile, what was stored is dropped here: a
+    cancelled wait does not end its thread."""
     found = list[Medium]()
-    for image in images:
-        if why := unchanged(image):
-            raise LostImage(why)
-        try:
-            content = Path(image.path).read_bytes()
-        except OSError as e:
-            raise LostImage(f"{image.path}: {e.strerror}") from e
-        found.append(Medium(store.put(content, owner), image.start, image.tokens))
+    try:
+        for image in images:
+            if released.is_set():
+                break
+            if why := unchanged(image):
+                raise LostImage(why)
+            try:
+                content = Path(image.path).read_bytes()
+            except OSError as e:
+                raise LostImage(f"{image.path}: {e.strerror}") from e
+            found.append(Medium(store.put(content, owner), image.start, image.tokens))
+    finally:
+        if released.is_set():
+            store.drop([owner])
     return tuple(found)
