@@ -6,12 +6,16 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from verl.config.schema import Config
+from verl.driver.evaluate import evaluate
 from verl.driver.queue_rows import QueueRows
 from verl.driver.record import SampleRecorder
 from verl.driver.replay import put_recorded, recorded_sample
@@ -255,3 +259,37 @@ def test_a_task_that_is_cancelled_while_its_images_are_stored_leaves_none(
             return len(store)
 
     assert asyncio.run(played()) == 3 and len(store) == 0
+
+
+def test_an_evaluation_stores_the_images_of_as_many_tasks_as_the_rollout_answers_at_a_time(tmp_path: Path) -> None:
+    store, sizes, texts = MemoryMedia(), list[int](), list[str]()
+    one = task_with_images(tmp_path)
+    tasks = [replace(one, task_id=str(i), images=(one.images[i % 3],)) for i in range(9)]
+    tasks += [replace(tasks[0], task_id="text", images=())] * 9
+    waiting, everyone = list[str](), asyncio.Event()
+
+    async def answer(task: Task, spec: Any, sampling: Any) -> Any:
+        sizes.append(len({o for owners in store._owners.values() for o in owners}))
+        waiting.append(task.task_id)
+        if len(waiting) == 9 + 4:
+            texts.extend(waiting)
+            everyone.set()
+        await everyone.wait()
+        await asyncio.sleep(0.001)
+        return SimpleNamespace(reward=None)
+
+    async def record(*given: Any) -> None:
+        assert len(given[1]) == 18
+
+    config = Config()
+    config = replace(config, rollout=replace(config.rollout, max_concurrent_sequences=2, replicas=2))
+    run: Any = SimpleNamespace(
+        config=replace(config, eval=replace(config.eval, samples_per_prompt=1)),
+        trajectories=SimpleNamespace(run=answer),
+        groups=SimpleNamespace(media=TaskMedia(store), check=lambda: None),
+        eval_tasks=tasks,
+        reporter=SimpleNamespace(verl_names=False, record_eval=record),
+    )
+    asyncio.run(asyncio.wait_for(evaluate(run, 1), 30))
+    assert len(sizes) == 18 and max(sizes) == 4 and len(store) == 0
+    assert texts.count("text") == 9, "rows of text wait for no images"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -53,10 +55,13 @@ async def evaluate(run: EvaluatedRun, number: int) -> Metrics:
     samples are written to samples/."""
     out: Metrics = {}
     every: list[Trajectory] = []
+    rollout = run.config.rollout
+    held = asyncio.Semaphore(rollout.max_concurrent_sequences * rollout.replicas)
     for mode, sampling in eval_sampling(run.config).items():
         repeats = run.config.eval.samples_per_prompt if sampling.temperature > 0 else 1
         runs = [
-            _answers(run, task, f"eval{number}/{mode}/{i}", sampling, repeats) for i, task in enumerate(run.eval_tasks)
+            _answers(run, task, f"eval{number}/{mode}/{i}", sampling, repeats, held)
+            for i, task in enumerate(run.eval_tasks)
         ]
         found = [answer for answers in await together(runs) for answer in answers]
         run.groups.check()  # a custom loop may have hidden the death of an engine
@@ -70,8 +75,12 @@ async def evaluate(run: EvaluatedRun, number: int) -> Metrics:
     return out
 
 
-async def _answers(run: EvaluatedRun, task: Task, group_id: str, sampling: Sampling, repeats: int) -> list[Trajectory]:
-    async with run.groups.media.held(task, group_id) as seen:
+async def _answers(
+    run: EvaluatedRun, task: Task, group_id: str, sampling: Sampling, repeats: int, held: asyncio.Semaphore
+) -> list[Trajectory]:
+    """Return the answers to one task. held: limits the tasks whose images are in the store to as many as the rollout
+    can answer at a time."""
+    async with held if task.images else nullcontext(), run.groups.media.held(task, group_id) as seen:
         specs = [TrajectorySpec(group_id=group_id, index=k, purpose="eval") for k in range(repeats)]
         return await together(run.trajectories.run(seen, spec, sampling) for spec in specs)
 
