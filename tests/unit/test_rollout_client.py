@@ -32,6 +32,7 @@ from verl.rollout.base import Capabilities, Completion, GenerateRequest, Replica
 from verl.rollout.client import ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
+from verl.rollout.traits import VERL_SERVE
 from verl.rollout.vllm_api import REQUEST_PREFIX, VerlApi, VllmApi
 from verl.rollout.wire import NotUnderstood
 from verl.types import Medium, Sampling
@@ -301,6 +302,21 @@ def test_a_caller_that_gives_up_frees_its_row(stop: tuple[str, ...]) -> None:
         assert len((await engine.generate(GenerateRequest("a", PROMPT, greedy(2)))).ids) == 2, "the id is free again"
 
     with_server(body, Served(step_s=0.02))
+
+
+def test_ids_are_banned_by_a_server_of_rows_of_text_and_refused_by_one_that_cannot() -> None:
+    """A model that reads images bans its placeholders, also in a run whose prompts have none."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        request = GenerateRequest("a", PROMPT, greedy(2, banned=(3, 5)))
+        assert not engine.connection.api.traits.media
+        await engine.generate(request)
+        assert served.asked[-1][1]["sampling_params"]["logit_bias"] == {"3": -1e30, "5": -1e30}
+        engine.connection.api.traits = VERL_SERVE
+        with pytest.raises(ValueError, match=r"a: banned=\(3, 5\): this server bans no ids"):
+            await engine.generate(request)
+
+    with_server(body)
 
 
 def test_an_answer_that_is_late_names_the_limit() -> None:

@@ -49,7 +49,7 @@ class ServerAnswers:
         request."""
         context, begun, pending = self._connection.context, request.begun, self._calls.pending
         model, _ = self._adapters.served(request.id, request.parameters)
-        if request.sampling.banned and not self._connection.api.traits.media:
+        if request.sampling.banned and not self._connection.api.traits.bans:
             raise ValueError(f"{request.id}: banned={request.sampling.banned}: this server bans no ids")
         self._connection.check_weights("generate")
         request = replace(request, prompt_ids=checked_ids(request.id, request.prompt_ids, self._connection.vocab))

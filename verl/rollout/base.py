@@ -91,8 +91,8 @@ class Traits:
     """It can multiply the head in float32 beside other weights in bfloat16."""
     fp8: bool = False
     """It reads projections in blocks of 8 bits (rollout.dtype=fp8)."""
-    codes: bool = False
-    """It computes with the codes of a base in 4 or 8 bits (model.quantization)."""
+    codes: bool = False  # It computes with the codes of a base in 4 or 8 bits (model.quantization).
+    bans: bool = False  # Its requests may name ids that are never sampled (`Sampling.banned`).
     spans: bool = True
     """Every token is labelled with the version that sampled it, so the weights may change during a request."""
     reports_tokens: bool = False
@@ -140,7 +140,7 @@ class Traits:
 
 
 IN_PROCESS = Traits(
-    in_flight_update=True, prepares_weights=True, reports_tokens=True, ranks_tokens=True, lora_policy=True
+    in_flight_update=True, prepares_weights=True, reports_tokens=True, ranks_tokens=True, lora_policy=True, bans=True
 )
 """The traits of engines that run in a process of the run."""
 
