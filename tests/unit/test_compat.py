@@ -1078,11 +1078,20 @@ def test_an_optimizer_of_verl_is_ours_with_the_settings_that_it_has_there() -> N
     assert optim(f"{ACTOR}optim.optimizer=SGD", *overrides) == ("sgd", {"momentum": 0.8, "nesterov": True})
     steps = f"{ACTOR}optim.override_optimizer_config.ns_steps=4"
     assert optim(f"{ACTOR}optim.optimizer=muon", overrides[0], steps)[1]["iterations"] == 4
+    for momentum in ("override_optimizer_config.momentum=0.8", "muon_momentum=0.8"):
+        assert optim("optim.name=muon", f"{ACTOR}optim.{momentum}") == ("muon", {"momentum": 0.8}), "our defaults"
+    assert optim("optim.name=sgd", overrides[0]) == ("sgd", {"momentum": 0.8})
+    of_torch = [f"{ACTOR}optim.optimizer=Muon", f"{ACTOR}optim.optimizer_impl=torch.optim"]
+    matched = f"{ACTOR}optim.override_optimizer_config.adjust_lr_fn=match_rms_adamw"
+    assert optim(*of_torch, matched) == ("muon", {"scale": 0.2}), "nesterov is torch's default, and ours"
+    for scale in (own[2], "optim.options.scale=0.2"):
+        assert optim(*of_torch, scale) == ("muon", {"scale": 0.2})
     supervised = load_config(["model.path=m", "optim.override_optimizer_config={}"], verl_defaults="sft")
     assert supervised.config.optim.options == {}
     for wrong, line in (
         (f"{ACTOR}optim.optimizer=lion", "adamw_8bit, muon, adam_mini"),
         (f"{ACTOR}optim.optimizer_impl=dion", "the optimizers are those of optim.name"),
+        (matched.replace("match_rms_adamw", "original"), "adjust_lr_fn=original: adamw has no such setting here"),
         (steps, "override_optimizer_config.ns_steps=4: adamw has no such setting here"),
         (f"{ACTOR}optim.override_optimizer_config.foreach=false", "settings of an optimizer are optim.options"),
         (f"{ACTOR}optim.muon_scale_mode=unit_rms_norm", "spectral"),
@@ -1090,6 +1099,11 @@ def test_an_optimizer_of_verl_is_ours_with_the_settings_that_it_has_there() -> N
     ):
         with pytest.raises(ValueError, match=line):
             optim("algorithm.adv_estimator=gae", wrong)
+    for given in (of_torch, [of_torch[0], matched.replace("match_rms_adamw", "original")]):
+        with pytest.raises(ValueError, match="=original: an update grows .* set override_optimizer_config.adj"):
+            optim("algorithm.adv_estimator=grpo", *given)
+    with pytest.raises(ValueError, match="override_optimizer_config.momentum=0.8: adam_mini has no such setting"):
+        optim("optim.name=adam_mini", overrides[0])
 
 
 def test_a_logger_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

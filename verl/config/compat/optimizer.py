@@ -70,20 +70,28 @@ _OVERRIDES: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
 """Arguments of torch's optimizers in verl's override_optimizer_config: our option, and the optimizers that have it."""
 
 
+_ADJUST, _MATCHED = "override_optimizer_config.adjust_lr_fn", "match_rms_adamw"
+"""The argument of torch's Muon for the size of an update, and its value at which that is ours at scale 0.2."""
+
+
 def optimizer(given: Given) -> Result:
     """Map the optimizer. The critic has that of the actor."""
     names = (f"{ACTOR}optim.", "optim.")
     keys = [f"{ACTOR}optim.name", *(f"{n}optimizer" for n in names)]
-    name = next((value for key in keys if (value := given.value(key)) is not None), None)
+    of_verl = next((value for key in keys if (value := given.value(key)) is not None), None)
+    name = of_verl or given.native.get("optim.name", "adamw")
     for key in ("critic.optim.optimizer", "critic.optim.name"):
-        if (critics := given.value(key)) not in (None, name or given.native.get("optim.name", "adamw")):
-            message = f"the critic has the optimizer of the actor here ({name or 'adamw'})"
+        if (critics := given.value(key)) not in (None, name):
+            message = f"the critic has the optimizer of the actor here ({name})"
             raise Refused(f"{key}={critics}: {message}; leave it out, or set the actor's")
         given.ignore("the critic has the optimizer of the actor", key)
-    out: Result = {} if name is None else {"optim.name": name}
+    out: Result = {} if of_verl is None else {"optim.name": of_verl}
+    of_torch = of_verl == "muon" and any(given.values.get(f"{n}optimizer_impl") == "torch.optim" for n in names)
     for own, (of, default) in _MUON.items():
         spelled = [f"{n}{of}" for n in names]
-        value = next((value for key in spelled if (value := given.value(key)) is not None), default)
+        value = next((value for key in spelled if (value := given.value(key)) is not None), None)
+        if value is None and of_verl == "muon" and not of_torch:
+            value = default
         if name == "muon" and value is not None:
             out[f"optim.options.{own}"] = value
         else:
@@ -93,6 +101,24 @@ def optimizer(given: Given) -> Result:
             if (value := given.value(key)) is None:
                 continue
             if name not in able:
-                raise Refused(f"{key}={value}: {name or 'adamw'} has no such setting here; leave it out")
+                raise Refused(f"{key}={value}: {name} has no such setting here; leave it out")
             out[f"optim.options.{own}"] = value
-    return out
+    return out | _torch_scale(given, name, of_torch, "optim.options.scale" in out)
+
+
+def _torch_scale(given: Given, name: str, of_torch: bool, scaled: bool) -> Result:
+    """Return the scale of Muon for the argument of torch's. Raise Refused for a size of updates that ours cannot have.
+
+    of_torch: the optimizer is torch.optim.Muon · scaled: another key gives the scale"""
+    keys = [f"{n}{_ADJUST}" for n in (f"{ACTOR}optim.", "optim.")]
+    key = next((key for key in keys if given.value(key) is not None), None)
+    if key is None and (not of_torch or scaled or "optim.options.scale" in given.native):
+        return {}
+    value = "original" if key is None else given.value(key)
+    if key is not None and name != "muon":
+        raise Refused(f"{key}={value}: {name} has no such setting here; leave it out")
+    if value != _MATCHED:
+        setting = f"{key}={value}" if key else f"optimizer_impl=torch.optim: its Muon has adjust_lr_fn={value}"
+        size = "an update grows with the square root of rows / columns there, and of the longer side here"
+        raise Refused(f"{setting}: {size}; set {_ADJUST}={_MATCHED}, or optim.options.scale")
+    return {} if scaled else {"optim.options.scale": 0.2}
