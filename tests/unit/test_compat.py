@@ -208,7 +208,7 @@ HARMLESS = {
     "of the critic": r"as the actor is|with the actor|packed by a token budget|in the same checkpoints",
     "elsewhere": r"one division|one pass per answer",
     "files and records": r"from the Hugging Face folder|kept in samples|read in place|no Ray|run directory|checkpoint",
-    "not this model's": r"text only in this version|not trained|no NCCL|which is not in this version|which is refused",
+    "not this model's": r"not trained|no NCCL|which is not in this version|which is refused",
     "evaluation": r"evaluation (runs|streams|scores)",
     "async": r"groups|staleness|one process|one loop|any number of turns|weights go by sync",
     "precision": r"float32|computes? (in model.dtype|as the model's own code says)|of the distribution drawn from",
@@ -1349,6 +1349,10 @@ OVERRIDE = f"{ACTOR}megatron.override_transformer_config."
         (f"{ACTOR}engine.use_dist_checkpointing", ("False",), ("True",)),
         (f"{ACTOR}engine.override_transformer_config.fp8", ("False",), ("e4m3",)),
         ("data.output_path", ("null",), ("out.parquet",)),
+        ("data.image_key", ("images", "image", "null"), ("image_path", "pictures")),
+        ("data.mm_processor_kwargs.max_pixels", ("null",), ("200704",)),
+        ("data.mm_processor_kwargs", ("null",), ("true",)),
+        (f"{ROLLOUT}engine_kwargs.vllm.mm_processor_kwargs.max_pixels", ("null",), ("200704",)),
     ],
 )
 def test_a_value_that_switches_a_feature_off_is_accepted(
@@ -1359,6 +1363,13 @@ def test_a_value_that_switches_a_feature_off_is_accepted(
     for value in acts:
         with pytest.raises(ValueError, match=re.escape(f"{given}={value}: ")):
             translate([f"{given}={value}"])
+
+
+def test_settings_of_an_image_processor_are_refused_in_each_spelling() -> None:
+    assert not refusal("data.mm_processor_kwargs={}") and not refusal("+data.mm_processor_kwargs={max_pixels: null}")
+    for key in ("data.mm_processor_kwargs", f"{ROLLOUT}engine_kwargs.sglang.mm_processor_kwargs"):
+        line = refusal(f"+{key}={{max_pixels: 200704}}")
+        assert line.startswith(f"{key}.max_pixels=200704: ") and "preprocessor_config.json" in line
 
 
 def test_our_keys_win_over_verls_and_over_its_defaults() -> None:

@@ -112,6 +112,15 @@ def test_images_have_the_places_that_marks_parts_and_trl_give_them(load: Any, to
         assert contents(task) == [CAT if image.tokens == 6 else DOG for image in task.images]
 
 
+def test_rows_of_a_problem_with_its_answer_are_read_by_the_name_of_their_column(load: Any, tokenizer: Any) -> None:
+    """The rows of EasyR1's data sets."""
+    given = {"images": ["cat.png"], "problem": "<image>how many?", "answer": "4"}
+    task = load(given, prompt_key="problem")[0]
+    assert shown(task, tokenizer) == "<|user|>[6]how many?<|end|><|assistant|>" and task.ground_truth == "4"
+    with pytest.raises(Refused, match=r"no prompt: .*\(columns: answer, images, problem\). Fix: data.prompt_key"):
+        load(given)
+
+
 def test_a_placeholder_that_a_user_types_is_text(load: Any, tokenizer: Any) -> None:
     typed = "is <|image_pad|> or <|vision_start|> or <image> an image?"
     (plain,) = load(row(typed.replace("<image>", "that")))
