@@ -27,6 +27,7 @@ from verl.config.schema import Config
 from verl.config.served import reachable
 from verl.config.tree import changed
 from verl.driver.assemble import checkpoint_engine, context_of, learner_of, rollout_engine
+from verl.driver.banned import policy_banned
 from verl.driver.launch import Finished, run_rl
 from verl.driver.models import hf_export, role_spec, workers_around
 from verl.driver.setup import decoder
@@ -101,23 +102,22 @@ class VerlTrainer:
             )
         inner = _inner_config(config, model.path)
         context, self._checkpoint_engine = context_of(inner), checkpoint_engine(inner)
-        self._engine = TorchEngine(
-            model.pretrained_model,
-            EngineSettings(
-                optim=OptimSpec(lr=config.learning_rate),
-                dtype=config.dtype,
-                device=context.device,
-                gradient_checkpointing=present_value("model.gradient_checkpointing", config.gradient_checkpointing),
-                lora=lora,
-                base=model.path,
-            ),
+        self._banned = policy_banned(inner)
+        settings = EngineSettings(dtype=config.dtype, device=context.device, banned=self._banned)
+        trained = replace(
+            settings,
+            optim=OptimSpec(lr=config.learning_rate),
+            gradient_checkpointing=present_value("model.gradient_checkpointing", config.gradient_checkpointing),
+            lora=lora,
+            base=model.path,
         )
+        self._engine = TorchEngine(model.pretrained_model, trained)
         policy = replace(
             role_spec(context, "actor"), hf_export=hf_export(inner), outlet=self._checkpoint_engine.outlet()
         )
         models = {"actor": workers_around(context, self._engine, policy)}
         if ref_model is not None and "ref" in self.algorithm.roles():
-            frozen = TorchEngine(ref_model.pretrained_model, EngineSettings(dtype=config.dtype, device=context.device))
+            frozen = TorchEngine(ref_model.pretrained_model, settings)
             models["ref"] = workers_around(context, frozen, role_spec(context, "ref"))
         if self.algorithm.critic:
             critic = _critic(model, config, context.device)
@@ -138,15 +138,14 @@ class VerlTrainer:
         plays, self._last = [], {}
         for q, query in enumerate(queries):
             ids = self._ids(query)
-            room = self.config.max_length - len(ids)
+            room = (most := self.config.max_length) - len(ids)
             if room < 1:
-                raise Refused(
-                    f"query {q} has {len(ids)} tokens and VerlConfig.max_length={self.config.max_length}: no room to "
-                    "answer"
-                )
+                raise Refused(f"query {q} has {len(ids)} tokens and VerlConfig.max_length={most}: no room to answer")
             for i in range(n):
                 seed = derive_seed(self.config.seed, "facade", self._calls, q, i)
-                sampling = Sampling(max_tokens=room, temperature=self.config.temperature, seed=seed)
+                sampling = Sampling(
+                    max_tokens=room, temperature=self.config.temperature, seed=seed, banned=self._banned
+                )
                 if i >= wanted and group.baseline_sampling is not None:
                     sampling = group.baseline_sampling(sampling)
                 requested = GenerateRequest(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}")
@@ -239,6 +238,7 @@ class VerlTrainer:
             purpose=purpose,
             segments=(Segment(ids=self._ids(query), source="prompt"), answer),
             temperature=self.config.temperature,
+            banned=bool(self._banned) and answer.source == "sampled",
             reward=reward,
         )
 

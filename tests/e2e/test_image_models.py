@@ -13,6 +13,7 @@ from small_runs import metrics_of, same_tensors, small_args, small_run
 from transformers import AutoModelForImageTextToText
 from vision import model
 
+from verl import AutoModelForCausalLMWithValueHead, VerlConfig, VerlTrainer
 from verl.config.image_models import image_model_faults
 from verl.config.load import load_config
 from verl.config.tree import changed
@@ -61,6 +62,20 @@ def test_rows_of_text_train_its_language_model(folder: Path, arithmetic_data: Se
     same_tensors(after, again)
     changed = {name for name, p in before.items() if not torch.equal(p, after[name])}
     assert changed == {name for name in before if ".visual." not in name}
+
+
+def test_a_trainer_in_python_samples_no_placeholder_either(folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    config = VerlConfig(samples_per_prompt=8, max_length=40)
+    model_of_folder = AutoModelForCausalLMWithValueHead.from_pretrained(folder)
+    trainer = VerlTrainer(config=config, model=model_of_folder, tokenizer=AutoTokenizer.from_pretrained(folder))
+    answers = trainer.generate_rollout(["1+2=", "3+4="])
+    sampled = [i for completions in trainer._last.values() for c in completions for i in c.ids.tolist()]
+    assert len(sampled) > 200 and not {58, 59, 60, 61} & {*sampled}
+    metrics = trainer.step(["1+2=", "3+4="], answers, [[float(len(text)) for text in texts] for texts in answers])
+    trainer.close()
+    assert metrics["mismatch/max_abs_dlogp"] < 1e-5
 
 
 @pytest.mark.slow
