@@ -134,7 +134,7 @@ def test_another_family_is_refused_before_the_start_and_named_by_an_engine(
 ) -> None:
     engine(make("gemma2"), optim=None)
     assert "Gemma2ForCausalLM is not compiled" in caplog.text
-    kind = SimpleNamespace(model_type="gemma")
+    kind = SimpleNamespace(model_type="gemma", folder="x")
     monkeypatch.setattr("verl.model_engine.faults.describe_model", lambda path: kind)
     options = SimpleNamespace(compile=True, attention="padded")
     monkeypatch.setattr("verl.model_engine.faults.options_of", lambda config, section: options)

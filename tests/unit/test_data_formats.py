@@ -176,7 +176,7 @@ def test_verl_rows() -> None:
     }
     got = task(row)
     assert got.messages == USER and got.data_source == "openai/gsm8k" and got.ground_truth == "4"
-    assert got.extra_info == {"index": 0} and got.tools == got.media == ()
+    assert got.extra_info == {"index": 0} and got.tools == ()
     empty = {"tools_kwargs": {"search": None}, "interaction_kwargs": {}}  # as Arrow fills what other rows have
     assert task({**row, **empty, "extra_info": {**empty, "need_tools_kwargs": False}}).messages == USER
     assert task({"prompt": "2+2?"}).messages == USER
@@ -242,17 +242,6 @@ def test_the_tools_of_a_preference_row_are_shown() -> None:
     for tools in ([schema], json.dumps([schema])):
         assert pair({**row, "tools": tools}).tools == unpaired({**row, "tools": tools}).tools == (schema,)
     assert pair(row).tools == ()
-
-
-def test_media_are_referred_to_by_path_or_content() -> None:
-    image, other = {"bytes": b"\x00", "path": "a.png"}, {"bytes": b"\x01", "path": "a.png"}
-    url = {"type": "image_url", "image_url": {"url": "https://x/a.png"}}
-    parts = [{"type": "text", "text": "What is it?"}, url]
-    row = {"prompt": [{"role": "user", "content": parts}], "images": [image, other, "b.png"], "videos": []}
-    media = task(row).media
-    assert len(set(media)) == 4 and media[2] == "b.png" and all(isinstance(m, str) for m in media)
-    again = {**row, "images": [dict(reversed(image.items()))]}
-    assert task(again).media == (media[0], media[3]), "the same content has the same reference"
 
 
 WRONG_TASK_ROWS = [

@@ -168,7 +168,7 @@ def test_a_model_computes_in_what_its_pool_says(folder: Path) -> None:
 def test_an_engine_is_told_the_precision_of_its_pool(folder: Path) -> None:
     from verl.driver.models import ModelContext, role_spec
 
-    config = load_config([f"model.path={folder}", "model.dtype=float32"]).config
+    config = load_config([f"model.path={folder / 'qwen'}", "model.dtype=float32"]).config
     config = changed(config, {"cluster.pools": {"own": {"dtype": "bfloat16"}}, "cluster.roles": {"ref": "own"}})
     context = ModelContext(config, None, "cpu", 1)  # type: ignore[arg-type] - no row is read
     assert [role_spec(context, role).context.dtype for role in ("actor", "ref")] == ["float32", "bfloat16"]

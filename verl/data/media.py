@@ -8,7 +8,6 @@ from functools import lru_cache
 from itertools import chain
 from typing import Any
 
-from verl.data.values import content_hash
 from verl.errors import Refused
 
 _KIND = r"(image|img|picture|photo|video|audio)s?"
@@ -51,28 +50,23 @@ def _lower(name: str) -> str:
     return name.strip().lower().replace("-", "_").replace(" ", "_")
 
 
-def media_in(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Yield (reference, place) of each item of media columns and content parts of messages that is not text. The
-    reference is the item itself if it is a string (a path or a URL), else the hash of its content."""
-    found: list[tuple[Any, str]] = []
+def _places(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield the place of each item of media columns, and of content parts of messages that are not text."""
     named, others = media_columns(tuple(row))
     for key, value in row.items():
         medium = key in named or (type(value) in (list, dict, bytes) and _is_medium(value))
-        if medium or (key in others and _is_file(value)):
-            items = _items(value)
-            found += [(item, f"{key!r} holds {len(items)} item(s)") for item in items]
+        if (medium or (key in others and _is_file(value))) and (items := _items(value)):
+            yield f"{key!r} holds {len(items)} item(s)"
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind != "text":
-                found.append((part, f"a message of {message['role']!r} has a content part of type {kind!r}"))
-    for item, place in found:
-        yield item if isinstance(item, str) else f"blake2b:{content_hash(item, 16)}", place
+                yield f"a message of {message['role']!r} has a content part of type {kind!r}"
 
 
 def refuse_media(row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raise ValueError for a row with media, or with a placeholder in its text for media of another column."""
-    place = next((place for _, place in media_in(row, messages)), "") or _placeholder(row, messages)
+    place = next(_places(row, messages), "") or _placeholder(row, messages)
     if place:
         raise Refused(
             f"{where}: {place}, and prompts are rendered as text only: the model would not see it."
