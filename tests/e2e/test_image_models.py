@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_runs import metrics_of, same_tensors, small_args, small_run
 from transformers import AutoModelForImageTextToText
 from vision import model
 
 from verl import AutoModelForCausalLMWithValueHead, VerlConfig, VerlTrainer
 from verl.config.image_models import image_model_faults
-from verl.config.load import load_config
+from verl.config.load import Resolved, load_config
 from verl.config.tree import changed
 from verl.config.validate import validate
 from verl.driver.assemble import context_of
+from verl.driver.identity import identity_of
 from verl.driver.models import trained
+from verl.driver.run_dir import open_run_dir
+from verl.driver.state import DriverState, rng_state, write_state
 from verl.errors import Refused
 from verl.model_engine.layout import Layout
 from verl.model_engine.merging import write_merged
@@ -145,6 +150,39 @@ def test_parts_that_rows_of_text_do_not_train_are_refused(
     with pytest.raises(Refused, match=line.format(r"the \d+ rows of .* are text alone")):
         small_run(tmp_path, folder, arithmetic_data, given)
     assert not (tmp_path / "r").exists()
+
+
+def test_a_fork_has_the_untrained_weights_of_its_checkpoint(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path
+) -> None:
+    """A checkpoint lacks them. Another folder with the same files is the same model."""
+    step, other, same = (tmp_path / name for name in ("r/checkpoints/step_1", "other", "same"))
+    shutil.copytree(folder, same)
+    shutil.copytree(folder, other)
+    weights = other / "model.safetensors"
+    save_file({n: t + 1 for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})
+
+    def begun(name: str, of: Path, *given: str) -> Resolved:
+        return load_config(small_args(tmp_path, of, arithmetic_data, f"run.name={name}", *given))
+
+    def refused(of: Path, *given: str) -> str:
+        try:
+            open_run_dir(begun("fork", of, f"run.resume={step}", *given), "train").lock.close()
+        except Refused as e:
+            return str(e)
+        return ""
+
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    for kept, lacks in (("model.freeze=[vision]", "frozen parts"), ("model.lora.rank=2", "the base of its factors")):
+        identity = identity_of(begun("r", folder, kept), "train")
+        write_state(step / "state", DriverState(step=1, rng=rng_state(), cursor={}, history=[], identity=identity))
+        assert not refused(folder, kept) and not refused(same, kept)
+        line = f"model.path={other}: run.resume={step} was trained with another model and lacks {lacks}: "
+        assert refused(other, kept).startswith(f"{line}set model.path={folder}, or begin another run with model.")
+        if "freeze" in kept:
+            line = f"run.resume={step} was saved with {kept}, and this run has model.freeze=[]: set {kept}, or begin "
+            assert refused(folder).startswith(line)
 
 
 def test_a_plan_counts_what_is_trained(folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from typing import IO, Any, Protocol
 
 from verl.checkpoint.latest import find_latest
 from verl.checkpoint.store import CheckpointStore
+from verl.config.cluster import TRAINS
 from verl.config.load import Resolved, dump_config
 from verl.config.model_files import find_model_folder, read_weight_headers
 from verl.config.proven import SECTIONS, unproven
@@ -20,6 +22,7 @@ from verl.config.schema import Config
 from verl.driver.identity import Identity, compare, identity_of
 from verl.driver.state import DriverState, read_state
 from verl.errors import Refused
+from verl.model_engine.lora_spec import trained_by
 from verl.track.events import next_attempt
 from verl.track.files import remove_leftovers, write_atomic
 
@@ -103,6 +106,8 @@ def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] |
             notes += [f"{run_dir}: an earlier attempt left no checkpoint; this one starts at the beginning"]
         if checkpoint is not None and state is not None:
             parent, changed = _as_itself(config, run_dir, checkpoint, state, identity)
+            if command in TRAINS:
+                _refuse_other_untrained(config, checkpoint, changed)
             notes += _change_notes(run_dir, state, parent, changed)
     except BaseException:
         lock.close()
@@ -202,6 +207,27 @@ def _as_itself(
             f"Fix: the old values to go on, {ways}"
         )
     return state.parent, changed
+
+
+def _refuse_other_untrained(config: Config, checkpoint: Path, changed: Mapping[str, list[str]]) -> None:
+    """Raise Refused for a fork whose weights that are not trained are not those of its checkpoint, which lacks them:
+    it has other frozen parts, or another model below them or below its factors. changed: {key: [old, new]}."""
+    spec, own = trained_by(config.model.lora), checkpoint / "hf"
+    if spec is None and "model.freeze" in changed:
+        was, now = (f"model.freeze=[{', '.join(json.loads(value))}]" for value in changed["model.freeze"])
+        raise Refused(
+            f"run.resume={checkpoint} was saved with {was}, and this run has {now}: set {was}, or begin another run "
+            f"with model.path={own} and without run.resume"
+        )
+    if not (spec or config.model.freeze) or "model.path" not in changed:
+        return
+    if (folder := find_model_folder(config.model.path)).resolve() != own.resolve():
+        lacks, start = ("the base of its factors", "model.lora.path") if spec else ("frozen parts", "model.path")
+        was = json.loads(changed["model.path"][0])
+        raise Refused(
+            f"model.path={folder}: run.resume={checkpoint} was trained with another model and lacks {lacks}: set "
+            f"model.path={was}, or begin another run with {start}={own} and without run.resume"
+        )
 
 
 def _change_notes(run_dir: Path, state: DriverState, parent: str, changed: Mapping[str, list[str]]) -> list[str]:
