@@ -135,14 +135,18 @@ def test_a_placeholder_that_a_user_types_is_text(load: Any, tokenizer: Any) -> N
     assert html.images == () and "<image> in html?" in tokenizer.decode(html.prompt_ids.tolist())
 
 
-def test_the_tokens_of_images_count_in_the_filter_and_prompts_are_not_cut(load: Any) -> None:
+def test_the_tokens_of_images_count_in_the_filter_and_prompts_are_not_cut(load: Any, tokenizer: Any) -> None:
     rows = [row("<image>a", images=["cat.png"]), row("<image>aa", images=["dog.png"])]
     table = load(*rows, max_prompt_tokens=11)
     assert len(table) == 1 and table.report.rows_filtered == 1 and len(table[0].prompt_ids) == 11
-    with pytest.raises(
-        Refused, match="has 12 tokens, data.max_prompt_tokens is 11, and prompts with images are not cut"
-    ):
-        load(*rows, max_prompt_tokens=11, filter_overlong_prompts=False, truncation="left")
+    line = "row 1: the prompt has 13 tokens, data.max_prompt_tokens is 12, and prompts with images are not cut. Fix"
+    for truncation in ("error", "left", "right", "middle"):
+        cut = {"max_prompt_tokens": 12, "filter_overlong_prompts": False, "truncation": truncation}
+        with pytest.raises(Refused, match=line):
+            load(row("<image>aa", images=["cat.png"]), row("a"), **cut)
+        if truncation != "error":
+            text, seen = load(row("a" * 20), row("<image>a", images=["cat.png"]), **cut)
+            assert len(text.prompt_ids) == 12 and "<|user|>[6]a<|end|>" in shown(seen, tokenizer)
 
 
 def test_identical_images_in_other_folders_are_the_same_task(load: Any, tmp_path: Path) -> None:

@@ -285,16 +285,16 @@ class PromptJob(RenderJob):
                 counts.rows_filtered += 1
                 counts.shortest_filtered_tokens = min(counts.shortest_filtered_tokens or longest, longest)
                 return []
+            if images:
+                raise Refused(
+                    f"{raw.where}: the prompt has {longest} tokens, data.max_prompt_tokens is {limit}, and prompts with"
+                    " images are not cut. Fix: data.filter_overlong_prompts=true, smaller images, or a higher limit"
+                )
             if self.cfg.truncation == "error" or len(context) > limit:  # a teacher's prompt is never cut
                 owner = "the prompt" if len(ids) == longest else f"the prompt with {key!r}"
                 raise Refused(
                     f"{raw.where}: {owner} has {longest} tokens, data.max_prompt_tokens is {limit}."
                     " Fix: data.filter_overlong_prompts=true, data.truncation=left|right|middle, or a higher limit"
-                )
-            if images:
-                raise Refused(
-                    f"{raw.where}: the prompt has {longest} tokens, data.max_prompt_tokens is {limit}, and prompts with"
-                    " images are not cut. Fix: data.filter_overlong_prompts=true, smaller images, or a higher limit"
                 )
             counts.rows_truncated += 1
             ids = ids[kept_positions(len(ids), limit, self.cfg.truncation)]

@@ -55,7 +55,7 @@ def fleet_of(
             what = url or "another server"
             raise Refused(f"{what}: servers join a run whose engines are in its own process (cluster.backend=inproc)")
         which = 0 if url else number
-        given = (wanted, tokenizer, context.devices["rollout"], which, context.peers)
+        given = (wanted, tokenizer, context.devices["rollout"], which, context.peers, context.queue.media)
         return partial(context.cluster.replica, which, rollout_engine, given)
 
     def record(kind: str, data: Mapping[str, Any]) -> None:
