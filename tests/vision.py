@@ -169,7 +169,11 @@ def encoded(image: Image.Image, kind: str = "PNG", **more: Any) -> bytes:
 def image_folder(folder: Path, kind: str, **given: Any) -> Path:
     """Write a model and the settings of its image processor, which keeps sides that are multiples of 4 pixels. given:
     arguments of `model`."""
-    model(kind, **given).save_pretrained(folder)
+    return _saved(model(kind, **given), folder)
+
+
+def _saved(made: Any, folder: Path) -> Path:
+    made.save_pretrained(folder)
     sizes = {"size": {"shortest_edge": 16, "longest_edge": 4096}}
     Qwen2VLImageProcessorPil(**sizes, patch_size=2, temporal_patch_size=1, merge_size=2).save_pretrained(folder)
     return folder
@@ -200,11 +204,15 @@ def image_tokenizer() -> Any:
     return tiny.with_chat(core, TEMPLATE)
 
 
-def chat_folder(folder: Path, kind: str) -> Path:
-    """Write a model that reads images with the settings of its image processor and its tokenizer."""
+def chat_folder(folder: Path, kind: str, made: Any = None) -> Path:
+    """Write a model that reads images with the settings of its image processor and its tokenizer. made: a model of
+    another family with the content of Qwen's."""
     tokenizer = image_tokenizer()
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    image_folder(folder, kind)
-    model(kind, **ends).save_pretrained(folder)
+    if made is None:
+        made = model(kind, **ends)
+    for config in (made.config, made.config.get_text_config(), made.generation_config):
+        for name, value in ends.items():
+            setattr(config, name, value)
     tokenizer.save_pretrained(folder)
-    return folder
+    return _saved(made, folder)

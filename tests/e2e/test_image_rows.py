@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from small_runs import metrics_of, small_run
-from vision import IMAGE, chat_folder, png
+from vision import END, IMAGE, KINDS, chat_folder, png
+from vision_families import model as model_of_family
 
 from verl.driver import assemble
 from verl.errors import Refused
@@ -81,3 +83,17 @@ def test_a_queue_without_a_store_of_images_is_refused_before_a_model_is_loaded(
     with pytest.raises(Refused, match="queue.engine=memory: row 0 of data.train_files has images, and this queue"):
         run(tmp_path, folder, data)
     assert started == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"])
+def test_rows_with_images_train_the_other_families_of_qwen(kind: str, tmp_path: Path) -> None:
+    made = None
+    if kind not in KINDS:
+        made = copy.deepcopy(model_of_family(kind))
+        made.config.vision_end_token_id = END
+    data = written(tmp_path / "rows.parquet", [png(*size, k) for k, size in enumerate(SIZES)])
+    assert run(tmp_path, chat_folder(tmp_path / "model", kind, made), data).steps == 2
+    metrics = metrics_of(tmp_path / "r")
+    assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 < metrics[step]["actor/grad_norm"] for step in (1, 2))
+    assert all(IMAGE in row.prompt_ids for row in read_samples(tmp_path / "r", 1))
