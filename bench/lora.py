@@ -16,17 +16,13 @@ on a base in NF4 of 1.5B parameters (an hour or more; lora_memory.py).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import math
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from datetime import date
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,9 +37,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from bench import lora_memory
 from bench.lora_beside_trl import RANKS, measured_steps, ratio, seconds
 from bench.lora_learn import learned, steps_to
-from bench.report import assemble
-from bench.results import Table
-from bench.status import _clean_commit, _machine
+from bench.parts import PartsBench, Row
 from verl.accel.operations import Use
 from verl.accel.table import choose
 from verl.algorithms.losses import nll
@@ -86,26 +80,6 @@ STEP_LIMITS = {"muon": 1.5}
 STEP_LIMIT = 1.15
 REPEATS = 3
 """Steps of each optimizer, after one that is dropped; the median counts."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A number beside its limit, which it must not exceed; `at_least`: which it must reach. None: it has no limit."""
-
-    what: str
-    value: float
-    limit: float | None = None
-    at_least: bool = False
-
-    @property
-    def met(self) -> bool:
-        """Whether the limit is kept."""
-        return self.limit is None or (self.value >= self.limit if self.at_least else self.value <= self.limit)
-
-    def cells(self) -> tuple[str, str, str]:
-        sign = ">=" if self.at_least else "<="
-        limit = "" if self.limit is None else f"{sign} {self.limit:g}{'' if self.met else ' MISSED'}"
-        return self.what, f"{self.value:.4g}", limit
 
 
 # -- optimizers --------------------------------------------------------------------------------------------------------
@@ -380,62 +354,7 @@ PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
 """The parts by name. Each is given the size of the model."""
 
 
-# -- records -----------------------------------------------------------------------------------------------------------
-
-
-def record(part: str, size: str, rows: Sequence[Row], folder: Path, commit: str) -> Path:
-    """Write the numbers of a part in place of its former ones. Return the path."""
-    about = {"part": part, "size": size, "machine": _machine("cpu"), "date": date.today().isoformat()}
-    about |= {"commit": commit, "torch": torch.__version__}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{part}.{size}.json"
-    path.write_text(json.dumps({**about, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    return path
-
-
-def section(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the part of bench/RESULTS.md: a table for each recorded part."""
-    head = ["## Training on one machine", "Command: `python bench/lora.py --record`."]
-    for found in records:
-        title = f"{found['part']}, {found['size']} parameters: {found['machine']}, {found['commit']} on {found['date']}"
-        rows = tuple(Row(**row).cells() for row in found["rows"])
-        head.append(Table(f"{title} (torch {found['torch']})", ("", "verl", "limit"), rows).markdown())
-    return "\n\n".join(head) + "\n"
-
-
-def write_section(folder: Path, bench: Path) -> None:
-    """Write the section from all records in a folder."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    (bench / "sections" / "lora.md").write_text(section(records))
-    assemble(bench)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the requested parts; return 1 if a limit is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default all")
-    parser.add_argument("--size", choices=SIZES, default="100M")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--record", action="store_true")
-    asked = parser.parse_args(argv)
-    if unknown := [name for name in asked.parts if name not in PARTS]:
-        parser.error(f"{unknown[0]}: there are the parts {', '.join(PARTS)}")
-    if asked.record and asked.size == "tiny":
-        parser.error("--record is for real sizes")
-    commit = _clean_commit() if asked.record else ""  # before minutes of measuring
-    torch.set_num_threads(asked.threads)
-    every = list[Row]()
-    for part in asked.parts or PARTS:
-        found = list[Row]()
-        for row in PARTS[part](asked.size):
-            found.append(row)
-            print(f"{row.cells()[0]:60} {row.cells()[1]:>8} {row.cells()[2]}", flush=True)
-        if asked.record:
-            print(f"recorded in {record(part, asked.size, found, RECORDS, commit)}", flush=True)
-            write_section(RECORDS, ROOT / "bench")
-        every += found
-    return 0 if all(row.met for row in every) else 1
-
+BENCH = PartsBench(name="lora", heading="Training on one machine", sizes=[*SIZES], size="100M")
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(BENCH.run(sys.argv[1:], __doc__, PARTS))

@@ -11,8 +11,6 @@ weights, beside TRL's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
 import time
@@ -28,11 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from bench.lora import Row, record
 from bench.lora_beside_trl import ratio, seconds
-from bench.report import assemble
-from bench.results import Table
-from bench.status import _clean_commit
+from bench.parts import PartsBench, Row
 from bench.vlm_beside_trl import measured_pictures
 from verl.algorithms.losses import nll
 from verl.batch import Batch, pack
@@ -199,53 +194,10 @@ def cpu_seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - before_s
 
 
-# -- records -----------------------------------------------------------------------------------------------------------
-
 PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {"group": group, "step": step}
 """The parts by name. Each is given the size of the model."""
 
-
-def section(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the part of bench/RESULTS.md: a table for each recorded part."""
-    head = ["## Models that read images", "Command: `python bench/vlm.py --record`."]
-    for found in records:
-        title = f"{found['part']}: {found['machine']}, {found['commit']} on {found['date']}"
-        rows = tuple(Row(**row).cells() for row in found["rows"])
-        head.append(Table(f"{title} (torch {found['torch']})", ("", "verl", "limit"), rows).markdown())
-    return "\n\n".join(head) + "\n"
-
-
-def write_section(folder: Path, bench: Path) -> None:
-    """Write the section from all records in a folder."""
-    records = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    (bench / "sections" / "vlm.md").write_text(section(records))
-    assemble(bench)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run the requested parts; return 1 if a limit is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default all")
-    parser.add_argument("--size", choices=SIZES, default="5M")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--record", action="store_true")
-    asked = parser.parse_args(argv)
-    if unknown := [name for name in asked.parts if name not in PARTS]:
-        parser.error(f"{unknown[0]}: there are the parts {', '.join(PARTS)}")
-    commit = _clean_commit() if asked.record else ""  # before minutes of measuring
-    torch.set_num_threads(asked.threads)
-    met = True
-    for part in asked.parts or PARTS:
-        found = list[Row]()
-        for row in PARTS[part](asked.size):
-            found.append(row)
-            print(f"{row.cells()[0]:80} {row.cells()[1]:>8} {row.cells()[2]}", flush=True)
-        if asked.record:
-            print(f"recorded in {record(part, asked.size, found, RECORDS, commit)}", flush=True)
-            write_section(RECORDS, ROOT / "bench")
-        met = met and all(row.met for row in found)
-    return 0 if met else 1
-
+BENCH = PartsBench(name="vlm", heading="Models that read images", sizes=[*SIZES], size="5M")
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(BENCH.run(sys.argv[1:], __doc__, PARTS))

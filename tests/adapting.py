@@ -117,13 +117,18 @@ class AdaptingServer(Running):
         self.asked: list[str] = []
         super().__init__(module, room)
 
-    async def _run(self) -> None:
+    async def _make_engine(self) -> Any:
+        """Make the engine with the weights of the module. Return the model's configuration."""
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         config = copy.deepcopy(self.module.config)
         config._attn_implementation = "sdpa"
         context = RolloutContext(hf_config=config, max_context_tokens=self._room, dtype=torch.float32)
         self.engine = Adapting(native.build(Options(), context, lanes=1), self._add_all)
         await self.engine.load_weights(FolderWeights(self.module, 0))
+        return config
+
+    async def _run(self) -> None:
+        config = await self._make_engine()
         sizes = {"vocab_size": config.vocab_size, "max_context_tokens": self._room}
         options = ServeConfig(port=0, control=True, max_sequences=10_000)
         self.service = Service(engine=self.engine, texts=texts_of(tokenizer()), options=options, **sizes)
@@ -222,12 +227,7 @@ class SglangServer(AdaptingServer):
     """The same behind SGLang's API."""
 
     async def _run(self) -> None:
-        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        config = copy.deepcopy(self.module.config)
-        config._attn_implementation = "sdpa"
-        context = RolloutContext(hf_config=config, max_context_tokens=self._room, dtype=torch.float32)
-        self.engine = Adapting(native.build(Options(), context, lanes=1), self._add_all)
-        await self.engine.load_weights(FolderWeights(self.module, 0))
+        config = await self._make_engine()
         self.double = SglangAdapters(self.engine, vocab=config.vocab_size, room=self._room + 1)
         self.double.server = self
         app = self.double.app()

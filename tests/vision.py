@@ -150,6 +150,12 @@ def stored(row: Sample, names: Mapping[str, str]) -> Sample:
     )
 
 
+def stored_images(store: Any) -> dict[str, str]:
+    """Put an image of each size into a store of media. Return the references by the names in `rows`."""
+    contents = {name: png(grid[2] * 2, grid[1] * 2, seed) for seed, (name, grid) in enumerate(GRIDS.items())}
+    return {name: store.put(content, "test") for name, content in contents.items()}
+
+
 def sample_ids(sample: Sample) -> np.ndarray:
     return np.concatenate([s.ids for s in sample.segments])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -76,6 +76,14 @@ _DELTA_NETS: dict[str, Any] = {
         "mrope_interleaved": True,
     },
 }
+_SMOLVLM = Kind(
+    config="SmolVLMConfig",
+    text={"model_type": "llama"},
+    tower={"patch_size": 2, "image_size": 8},
+    more={"image_token_id": IMAGE, "scale_factor": 2},
+    grids={"cat": (3, 1, 2), "dog": (1, 0, 0), "fox": (5, 2, 2)},
+    pixels=lambda grid: (grid[0], 3, 8, 8),
+)
 KINDS: dict[str, Kind] = {
     "pixtral": Kind(
         config="LlavaConfig",
@@ -115,22 +123,8 @@ KINDS: dict[str, Kind] = {
         grids=_ONE_TILE,
         pixels=lambda grid: (grid[0], 3, 8, 8),
     ),
-    "smolvlm": Kind(
-        config="SmolVLMConfig",
-        text={"model_type": "llama"},
-        tower={"patch_size": 2, "image_size": 8},
-        more={"image_token_id": IMAGE, "scale_factor": 2},
-        grids={"cat": (3, 1, 2), "dog": (1, 0, 0), "fox": (5, 2, 2)},
-        pixels=lambda grid: (grid[0], 3, 8, 8),
-    ),
-    "idefics3": Kind(
-        config="Idefics3Config",
-        text={"model_type": "llama"},
-        tower={"patch_size": 2, "image_size": 8},
-        more={"image_token_id": IMAGE, "scale_factor": 2},
-        grids={"cat": (3, 1, 2), "dog": (1, 0, 0), "fox": (5, 2, 2)},
-        pixels=lambda grid: (grid[0], 3, 8, 8),
-    ),
+    "smolvlm": _SMOLVLM,
+    "idefics3": replace(_SMOLVLM, config="Idefics3Config"),
     "qwen3_vl_moe": Kind(
         config="Qwen3VLMoeConfig",
         text={

@@ -18,7 +18,7 @@ from fakes import put
 from forked import run
 from test_memory import num_bytes
 from torch import Tensor
-from vision import GRIDS, image_folder, model, pictures, png, rows, stored
+from vision import image_folder, model, pictures, rows, stored, stored_images
 
 from verl.algorithms.losses import nll
 from verl.batch import Batch, pack, part_of
@@ -256,8 +256,7 @@ def test_workers_on_ray_read_the_images_of_their_rows_from_the_store(
     from verl.workers.ray.cluster import RayCluster
 
     queue, two = build_queue(Shared(max_bytes=64 << 20, timeout_s=20)), Layout(world_size=2)
-    contents = {name: png(grid[2] * 2, grid[1] * 2, seed) for seed, (name, grid) in enumerate(GRIDS.items())}
-    names = {name: queue.media.put(content, "test") for name, content in contents.items()}
+    names = stored_images(queue.media)
     refs = put(queue, [stored(row, names) for row in rows()])
     context = EngineContext(folder=folder, dtype="float32")
     spec = RoleSpec(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fakes import put
 from torch import Tensor
-from vision import GRIDS, KINDS, drawn, image_folder, model, own_logprobs, pictures, png, rows, seen, stored
+from vision import GRIDS, KINDS, drawn, image_folder, model, own_logprobs, pictures, rows, seen, stored, stored_images
 
 from verl.algorithms.losses import nll
 from verl.batch import Batch, pack, select_rows
@@ -158,8 +158,7 @@ def test_images_that_a_model_cannot_read_are_refused() -> None:
 def test_a_worker_reads_the_images_of_its_rows_from_the_store_of_the_queue(tmp_path: Path) -> None:
     """Each image is processed once; the same rows with the content in the batch have the same log-probs."""
     folder, queue = image_folder(tmp_path, "qwen3_vl"), MemoryQueue()
-    contents = {name: png(grid[2] * 2, grid[1] * 2, seed) for seed, (name, grid) in enumerate(GRIDS.items())}
-    names = {name: queue.media.put(content, "test") for name, content in contents.items()}
+    names = stored_images(queue.media)
     refs = put(queue, [stored(row, names) for row in rows()])
     context = EngineContext(folder=folder, dtype="float32")
     spec = RoleSpec(

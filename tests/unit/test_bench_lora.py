@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 
 from bench import lora, lora_memory
-from bench.lora import Row
 from verl.config.devices import base_format
 from verl.config.load import load_config
 from verl.config.lora_layers import reads_codes
@@ -80,26 +78,3 @@ def test_runs_on_a_quantised_base_are_measured_beside_their_limits(
         validate(config)
     model = load_quantised(Path(config.model.path), "nf4")
     assert len(quantised_layers(model)) == 14 and float(model.model.norm.weight.detach().mean()) == 1.0
-
-
-def test_a_limit_that_is_missed_is_named() -> None:
-    assert Row("a", 1.2, 1.15).cells() == ("a", "1.2", "<= 1.15 MISSED") and Row("a", 1.1, 1.15).met
-    assert Row("a", 2.0, 3.0, at_least=True).cells() == ("a", "2", ">= 3 MISSED")
-    assert Row("a", 3.0, 3.0, at_least=True).met and Row("a", 99.0).met
-
-
-def test_a_missed_limit_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    parts = {"good": lambda size: iter([Row(size, 1.0, 2.0)]), "bad": lambda size: iter([Row(size, 3.0, 2.0)])}
-    monkeypatch.setattr(lora, "PARTS", parts)
-    assert lora.main(["good", "--size", "tiny"]) == 0 and lora.main(["--size", "tiny"]) == 1
-    assert "MISSED" in capsys.readouterr().out
-
-
-def test_records_become_the_section(tmp_path: Path) -> None:
-    lora.record("optimizers", "10M", [Row("old", 1.0)], tmp_path, "abc")
-    path = lora.record("optimizers", "10M", [Row("muon", 1.25, 1.5), Row("plain", 2.0)], tmp_path, "def")
-    lora.record("other", "100M", [Row("speed", 2.0, 3.0, at_least=True)], tmp_path, "abc")
-    text = lora.section([json.loads(one.read_text()) for one in sorted(tmp_path.glob("*.json"))])
-    assert path.name == "optimizers.10M.json" and "old" not in text
-    assert "| muon | 1.25 | <= 1.5 |" in text and "| plain | 2 |  |" in text and "| speed | 2 | >= 3 MISSED |" in text
-    assert "other, 100M parameters" in text and "def on " in text

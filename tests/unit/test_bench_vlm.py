@@ -1,14 +1,10 @@
-"""bench/vlm.py at a toy size: numbers beside limits, and records."""
+"""bench/vlm.py at a toy size: numbers beside limits."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
 from bench import vlm
-from bench.lora import Row, record
 
 
 def test_a_group_with_an_image_is_measured_beside_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,15 +28,3 @@ def test_a_step_is_compared_by_its_medians(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(vlm, "measured_pictures", lambda: {"verl": own, "TRL": others})
     cpu, wall, *each = vlm.step("tiny")
     assert (cpu.value, cpu.limit, wall.value) == (4.0, 4.0, 4.0) and cpu.met and [row.value for row in each] == [2, 8]
-
-
-def test_a_missed_limit_is_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"good": lambda size: iter([Row(size, 1.0, 2.0)]), "bad": lambda size: iter([Row(size, 3.0, 2.0)])}
-    monkeypatch.setattr(vlm, "PARTS", parts)
-    assert vlm.main(["good", "--size", "tiny"]) == 0 and vlm.main(["--size", "tiny"]) == 1
-
-
-def test_records_become_the_section(tmp_path: Path) -> None:
-    path = record("group", "5M", [Row("faster", 5.0, 4.0, at_least=True)], tmp_path, "abc")
-    text = vlm.section([json.loads(path.read_text())])
-    assert "| faster | 5 | >= 4 |" in text and "abc on " in text
