@@ -683,7 +683,7 @@ MUTANTS = (
     Mutant(
         "nn/vision.py", "every.cumsum(0) - 1, -1)", "every.cumsum(0) - 1, 0)", "tests/numerics/test_vision_families.py"
     ),
-    Mutant("models/pictures.py", "self._kept.move_to_end(reference)", "pass", "tests/unit/test_pictures.py"),
+    Mutant("models/kept.py", "self._kept.move_to_end(name)", "pass", "tests/unit/test_pictures.py"),
     Mutant("models/image_files.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
     Mutant("nn/vision.py", "if deeper:", "if not deeper:", VISION),
     Mutant("model_engine/sharded.py", "and any(encodes))", "and False)", "tests/distributed/test_images.py"),

@@ -4,8 +4,8 @@ bytes."""
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,9 @@ from verl.media_tokens import Picture
 from verl.models.encode import picture_of
 from verl.models.families import ImageFamily
 from verl.models.image_files import decoded_image, image_processor
+from verl.models.kept import KEPT_BYTES, KeptByBytes
 from verl.transfer_queue.base import MediaStore
 
-KEPT_BYTES = 1 << 28
-"""The size of the cache of processed images of a model."""
 BLANK_SIDE = 64
 """The pixels of a side of a blank image: no processor scales it to many patches."""
 
@@ -29,16 +28,20 @@ class Pictures:
     folder: the model · store: the content of the images · max_bytes: the size of those that are kept"""
 
     def __init__(self, folder: Path, store: MediaStore, max_bytes: int = KEPT_BYTES) -> None:
-        self._folder, self._store, self._max_bytes = folder, store, max_bytes
+        self._folder, self._store = folder, store
         self._processor: Any = None
         self._model: tuple[ImageFamily, Any]  # of the processor
         self._blank: Picture | None = None
-        self._kept: OrderedDict[str, Picture] = OrderedDict()
-        self.kept_bytes, self._lock = 0, threading.Lock()
+        self._kept = KeptByBytes[Picture](max_bytes, lambda picture: picture.patches.nbytes, least=1)
+        self._lock = threading.Lock()
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._kept.nbytes
 
     def of(self, references: Iterable[str]) -> dict[str, Picture]:
         with self._lock:
-            return {reference: self._one(reference) for reference in references}
+            return {name: self._kept.of(name, partial(self._read, name)) for name in references}
 
     def blank(self) -> Picture:
         """Return a small white image."""
@@ -49,17 +52,9 @@ class Pictures:
                 self._blank = self._processed(Image.new("RGB", (BLANK_SIDE, BLANK_SIDE), "white"), "a white image")
             return self._blank
 
-    def _one(self, reference: str) -> Picture:
-        if reference in self._kept:
-            self._kept.move_to_end(reference)
-            return self._kept[reference]
+    def _read(self, reference: str) -> Picture:
         where = f"image {reference}"
-        image = decoded_image(self._store.get(reference), where)
-        found = self._kept[reference] = self._processed(image, where)
-        self.kept_bytes += found.patches.nbytes
-        while self.kept_bytes > self._max_bytes and len(self._kept) > 1:
-            self.kept_bytes -= self._kept.popitem(last=False)[1].patches.nbytes
-        return found
+        return self._processed(decoded_image(self._store.get(reference), where), where)
 
     def _processed(self, image: Any, where: str) -> Picture:
         if self._processor is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,10 +14,8 @@ from torch import Tensor
 from verl.media_tokens import Picture
 from verl.models.encode import encode_pictures
 from verl.models.families import ImageFamily
+from verl.models.kept import KEPT_BYTES, KeptByBytes
 from verl.rollout.embedded.images import RequestImages
-
-KEPT_BYTES = 256 << 20
-"""The features of images that are kept for later requests, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +98,17 @@ class EncodedImages:
     is no space, the least recently used ones are dropped."""
 
     def __init__(self, encode: Callable[[Picture], Features], max_bytes: int = KEPT_BYTES) -> None:
-        self._encode, self._max_bytes = encode, max_bytes
+        self._encode, self._kept = encode, KeptByBytes[Features](max_bytes, lambda found: found.nbytes)
         self.encoded = 0
         """The number of images that were encoded."""
-        self.clear()
+
+    @property
+    def nbytes(self) -> int:
+        return self._kept.nbytes
 
     def clear(self) -> None:
         """Drop all features, since the weights change or memory is needed."""
-        self._kept = OrderedDict[str, Features]()
-        self.nbytes = 0
+        self._kept.clear()
 
     def seen(self, images: RequestImages, tokens: int) -> SeenImages:
         """Return the images of a prompt with the text after it, of `tokens` tokens in all."""
@@ -123,12 +123,8 @@ class EncodedImages:
         ).part(0, tokens)
 
     def _of(self, name: str, picture: Picture) -> Features:
-        found = self._kept.get(name)
-        if found is None:
-            found = self._kept[name] = self._encode(picture)
-            self.encoded += 1
-            self.nbytes += found.nbytes
-        self._kept.move_to_end(name)
-        while self.nbytes > self._max_bytes:
-            self.nbytes -= self._kept.popitem(last=False)[1].nbytes
-        return found
+        return self._kept.of(name, partial(self._made, picture))
+
+    def _made(self, picture: Picture) -> Features:
+        self.encoded += 1
+        return self._encode(picture)
