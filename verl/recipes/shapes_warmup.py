@@ -63,16 +63,17 @@ def _samples(path: Path, tokenizer: Any, config: Any, store: Any, pictures: Any)
     from verl.types import Medium, Sample, Segment
 
     family, found = family_of(config), []
-    assert family is not None
+    assert family is not None and family.expansion is not None
     for i, row in enumerate(pq.read_table(path).to_pylist()):
         question, answer = row["messages"]
         parts = [{"type": "image"}, {"type": "text", "text": question["content"].removeprefix("<image>")}]
         prompt = {"role": "user", "content": parts}
         ids = tokenizer.apply_chat_template([prompt], add_generation_prompt=True, return_dict=False)
         reference = store.put(row["images"][0]["bytes"], "warm-up")
-        at, tokens = ids.index(config.image_token_id), family.tokens(config, pictures.of([reference])[reference].grid)
-        ids[at : at + 1] = [config.image_token_id] * tokens
-        seen = Segment(ids=np.array(ids), source="prompt", media=(Medium(reference, at, tokens),))
+        at, own = ids.index(config.image_token_id), family.expansion(config, pictures.of([reference])[reference].grid)
+        ids[at : at + 1] = own.ids.tolist()
+        medium = Medium(reference, at + own.start, own.tokens)
+        seen = Segment(ids=np.array(ids), source="prompt", media=(medium,))
         reply = tokenizer(answer["content"])["input_ids"] + [tokenizer.eos_token_id]
         segments, name = (seen, Segment(ids=np.array(reply), source="stored")), str(i)
         found.append(Sample(sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=segments))
