@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from verl.track.console import LiveProgress
 
 Supervised = Literal["sft", "rm", "dpo"]
-PLACEMENT = ("cluster_file", "aim", "mean_tokens")
+PLACEMENT = ("cluster_file", "aim", "mean_tokens", "deadline_s")
 """Arguments of `verl plan` about the placement of roles on a cluster."""
 USAGE = """usage: verl VERB [key=value ...]
 
@@ -347,7 +347,7 @@ def plan_verb(args: list[str]) -> int:
 def _print_placement(config: Config, given: Mapping[str, str]) -> None:
     """Print the best placement on the cluster of a file, if one is given."""
     from verl.planner.hardware import read_cluster
-    from verl.planner.placement import AIMS, best_placements, render, work_of
+    from verl.planner.placement import AIMS, best_placements, render, smallest_cluster, work_of
 
     if not (named := [key for key in PLACEMENT if key in given]):
         return
@@ -357,7 +357,15 @@ def _print_placement(config: Config, given: Mapping[str, str]) -> None:
         raise Refused(f"aim={aim}: {' or '.join(AIMS)}")
     mean = given.get("mean_tokens")
     work = work_of(config, None if mean is None else _number("mean_tokens", mean, "the tokens of a mean answer"))
-    print(render(config, best_placements(config, read_cluster(Path(given["cluster_file"])), work, aim)))
+    cluster = read_cluster(Path(given["cluster_file"]))
+    if "deadline_s" in given:
+        if "aim" in given:
+            raise Refused(f"aim={aim} and deadline_s={given['deadline_s']}: give one; with a deadline it is the size")
+        deadline_s = _number("deadline_s", given["deadline_s"], "the seconds that a step may take")
+        found = smallest_cluster(config, cluster, work, deadline_s)
+    else:
+        found = best_placements(config, cluster, work, aim)
+    print(render(config, found, work))
 
 
 def simulate_verb(args: list[str]) -> int:

@@ -7,6 +7,7 @@ import math
 import random
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,15 @@ from verl.planner.mapping import (
     stages_of,
     times_of,
 )
-from verl.planner.placement import best_placements, overrides, planned_roles, work_of
+from verl.planner.placement import (
+    best_placements,
+    corners,
+    overrides,
+    planned_roles,
+    seconds_on,
+    smallest_cluster,
+    work_of,
+)
 
 SIZE = ModelSize(parameters=8e9, active_parameters=8e9, layers=32, hidden=4096, kv_width=1024)
 WORK = StepWork(sequences=256, prompt_tokens=512, response_tokens=512, updates=2)
@@ -180,7 +189,7 @@ def test_the_latencies_of_simple_cases_follow_by_hand() -> None:
 
 
 def test_answers_wait_for_room_and_a_device_without_any_generates_nothing() -> None:
-    row_bytes = SIZE.kv_bytes * WORK.row_tokens
+    row_bytes = 2 * SIZE.kv_values * WORK.row_tokens
     whole = generate_s(SIZE, 1, 1, nodes(), WORK, 256 * row_bytes)
     halves = generate_s(SIZE, 1, 1, nodes(), WORK, 128.5 * row_bytes)
     assert whole is not None and halves is not None and whole < halves < 2 * whole
@@ -225,6 +234,7 @@ def test_published_placements() -> None:
         ("[{device: H100, nodes: 2}]", "2 nodes without network_gbs"),
         ("[{device: H100, nodes: 1.5}]", "nodes=1.5: a whole number"),
         ("[{device: H100, compute_share: 3}]", "a share is at most 1"),
+        ("[{device: H100, spread: 0.5}]", "spread=0.5: a factor of 1 or more"),
         ("[{device: H100, network_gb: 3}]", "'network_gb' is no figure"),
         ("{device: H100}", "a list of node groups"),
         ("[{device: [}]", "no cluster file that can be read"),
@@ -328,3 +338,51 @@ def test_the_cheapest_placement_costs_no_more_than_the_fastest(recipe: list[str]
     at = Nodes(device=DEVICES["H100"], nodes=4, devices_per_node=8, network_gbs=50, price_per_hour=2.0)
     fast, cheap = (best_placements(config, [at], work_of(config), aim)[0].placement for aim in ("time", "cost"))
     assert cheap.price < fast.price and fast.step_s < cheap.step_s
+
+
+def test_the_range_of_a_placement_is_that_of_devices_that_reach_more_and_less(recipe: list[str]) -> None:
+    config = load_config([*recipe, "algorithm.name=ppo"]).config
+    at, work = Nodes(device=DEVICES["H100"], nodes=2, devices_per_node=8, network_gbs=50), work_of(config)
+    for placed in best_placements(config, [at], work)[:3]:
+        assert seconds_on(config, placed, placed.at, work) == pytest.approx(placed.placement.step_s)
+        fast, slow = (seconds_on(config, placed, end, work) for end in corners(placed))
+        # every part is a product, a read or a transfer at a share; two of the shares are capped at 1
+        assert slow == pytest.approx(1.4 * placed.placement.step_s)
+        assert placed.placement.step_s / 1.4 <= fast < placed.placement.step_s
+
+
+def test_the_smallest_cluster_that_meets_a_deadline(recipe: list[str]) -> None:
+    config = load_config(recipe).config
+    priced = {"network_gbs": 50.0, "devices_per_node": 8}
+    cheap = Nodes(device=DEVICES["H100"], nodes=4, price_per_hour=2.0, **priced)
+    dear = Nodes(device=DEVICES["H200"], nodes=4, price_per_hour=20.0, **priced)
+    work = work_of(config)
+    step_s = {n: best_placements(config, [replace(cheap, nodes=n)], work)[0].placement.step_s for n in (1, 2, 3, 4)}
+    for count in (1, 2, 3, 4):
+        best = smallest_cluster(config, [dear, cheap], work, step_s[count] * 1.001)[0]
+        used = sum(one.times.devices for one in best.placement.sets)
+        assert best.at.device.name == "H100" and used <= 8 * count and best.placement.step_s <= step_s[count] * 1.001
+        if count > 1:
+            assert best.at.devices > 8 * (count - 1) or step_s[count - 1] <= step_s[count] * 1.001
+    with pytest.raises(Refused, match="the fastest step on 32 x H100 takes about"):
+        smallest_cluster(config, [cheap], work, step_s[4] / 100)
+
+
+def test_a_prompt_that_answers_share_is_computed_once() -> None:
+    alone, shared = WORK, replace(WORK, prompt_shares=8)
+    one, at = Division(1, 1, 1), nodes()
+    ratio = infer_s(SIZE, one, at, shared, Stored()) / infer_s(SIZE, one, at, alone, Stored())
+    assert ratio == pytest.approx((512 / 8 + 512) / 1024)
+    prompts = [generate_s(SIZE, 1, 1, at, work, 1e15) for work in (alone, shared)]
+    own = 256 * 512 * SIZE.forward_flops(512) / at.device.flops
+    assert prompts[0] - prompts[1] == pytest.approx(own * 7 / 8)  # type: ignore[operator]
+
+
+def test_an_update_without_recomputation_or_gradients_of_weights_has_fewer_products() -> None:
+    one, at = Division(1, 1, 1), nodes()
+    states = 2 * 2 * Stored().states * SIZE.parameters / at.device.read
+    whole, kept, lora = (
+        update_s(SIZE, one, at, replace(WORK, **more), Stored()) - states
+        for more in ({}, {"recomputed": False}, {"recomputed": False, "weight_gradients": False})
+    )
+    assert kept == pytest.approx(whole * 3 / 4) and lora == pytest.approx(whole / 2)

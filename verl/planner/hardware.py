@@ -34,6 +34,13 @@ class Device:
     """The share of `bandwidth_gbs` that a decode step reaches."""
     network_share: float = 0.8
     """The share of `link_gbs`, and of the network between nodes, that a collective reaches."""
+    spread: float = 1.4
+    """The factor by which each share may be wrong, in both directions. The default covers what published runs reach:
+    36% to 70% of the matrix rate, 50% to 98% of the bandwidth."""
+    item_bytes: float = 2
+    """The bytes of a weight, a hidden value, a key or a value when it is computed with; `matrix_tflops` is of these."""
+    step_ms: float = 0.0
+    """The milliseconds of a decode step beside memory and products: launches, sampling, scheduling."""
 
     @property
     def flops(self) -> float:
@@ -94,7 +101,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 )
 """The devices that a cluster file can name."""
 SHARES = ("compute_share", "bandwidth_share", "network_share")
-FIGURES = ("memory_gb", "bandwidth_gbs", "matrix_tflops", "link_gbs", *SHARES)
+NEEDED = ("memory_gb", "bandwidth_gbs", "matrix_tflops", "link_gbs")
+FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms")
 """The fields of `Device` that a cluster file can replace."""
 _OF_NODES = ("nodes", "devices_per_node", "network_gbs", "price_per_hour")
 
@@ -118,14 +126,16 @@ def _nodes(entry: Mapping[str, Any], where: str) -> Nodes:
     figures: dict[str, Any] = {key: _positive(entry[key], key, where) for key in FIGURES if key in entry}
     if any(figures.get(share, 1) > 1 for share in SHARES):
         raise Refused(f"{where}: a share is at most 1")
+    if figures.get("spread", 1) < 1:
+        raise Refused(f"{where}: spread={figures['spread']:g}: a factor of 1 or more is expected")
     known = DEVICES.get(name)
     if known is None:
-        if missing := [key for key in FIGURES if key not in figures and key not in SHARES]:
+        if missing := [key for key in NEEDED if key not in figures]:
             known_ones = f"one of {', '.join(DEVICES)}, or give its {', '.join(missing)}"
             raise Refused(f"{where}: device {name!r} is not known{did_you_mean(name, DEVICES)}; {known_ones}")
         known = Device(name=name, memory_gb=0, bandwidth_gbs=0, matrix_tflops=0, link_gbs=0, source=where)
     device = replace(known, **figures)
-    if missing := [key for key in FIGURES if not getattr(device, key)]:
+    if missing := [key for key in NEEDED if not getattr(device, key)]:
         raise Refused(f"{where}: {name} has no {missing[0]} ({known.source}); give it")
     nodes, each = (_count(entry.get(key, 1), key, where) for key in ("nodes", "devices_per_node"))
     if nodes > 1 and "network_gbs" not in entry:
@@ -153,6 +163,19 @@ def _count(value: Any, key: str, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise Refused(f"{where}: {key}={value!r}: a whole number above 0 is expected")
     return value
+
+
+def scaled(at: Nodes, factor: float) -> Nodes:
+    """Return the nodes with the shares that their devices reach multiplied by this factor, each at most 1."""
+    shares: dict[str, Any] = {share: min(1.0, factor * getattr(at.device, share)) for share in SHARES}
+    return replace(at, device=replace(at.device, **shares))
+
+
+def part_of(at: Nodes, devices: int) -> Nodes:
+    """Return this number of the devices: a part of one node, or whole nodes."""
+    if devices < at.devices_per_node:
+        return replace(at, nodes=1, devices_per_node=devices)
+    return replace(at, nodes=devices // at.devices_per_node)
 
 
 def total(groups: Sequence[Nodes]) -> int:

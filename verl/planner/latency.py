@@ -16,12 +16,8 @@ ALL_REDUCE_S = 15e-6
 """The seconds of an all-reduce of few bytes between devices of a node."""
 RESERVE = 0.1
 """The share of a device's memory that is left to the allocator and the runtime."""
-ITEM_BYTES = 2
-"""The bytes of a weight, a hidden value, a key or a value when it is computed with (bfloat16)."""
-CHECKPOINTED_PASSES = 4
-"""Forward passes to which forward, recomputation and backward of a checkpointed update add up."""
-CHECKPOINTED_REDUCES = 6
-"""All-reduces over the tensor devices, per layer of such an update; a forward pass has two."""
+REDUCES = 2
+"""All-reduces over the tensor devices per layer, in a forward pass, in its recomputation and in a backward pass."""
 TENSOR = (1, 2, 4, 8, 16)
 PIPELINE = (1, 2, 4, 8)
 
@@ -41,9 +37,9 @@ class ModelSize:
     """The numbers of a key, over all heads of a layer."""
 
     @property
-    def kv_bytes(self) -> int:
-        """The bytes of the keys and values of a token."""
-        return 2 * ITEM_BYTES * self.layers * self.kv_width
+    def kv_values(self) -> int:
+        """The numbers of the keys and values of a token, over all layers."""
+        return 2 * self.layers * self.kv_width
 
     def forward_flops(self, context: float) -> float:
         """Return the operations of a forward pass per token, in rows of `context` tokens."""
@@ -61,14 +57,26 @@ class StepWork:
     """Optimizer steps."""
     micro_tokens: float = 16384
     """Tokens of a pass of one replica, at least those of a row."""
+    prompt_shares: int = 1
+    """Answers for which a prompt is computed once, in the rollout and in a pass."""
+    recomputed: bool = True
+    """The backward pass computes the activations again (gradient checkpointing)."""
+    weight_gradients: bool = True
+    """The weights have gradients; False: those of LoRA's factors alone, whose products are not counted."""
 
     @property
     def row_tokens(self) -> float:
+        """The context of the last token of a row."""
         return self.prompt_tokens + self.response_tokens
+
+    @property
+    def computed_tokens(self) -> float:
+        """The tokens of a row that a pass computes."""
+        return self.prompt_tokens / self.prompt_shares + self.response_tokens
 
     def passes(self, rows: int) -> int:
         """Return the number of passes of a replica over this number of rows."""
-        return math.ceil(rows / max(1, int(self.micro_tokens / self.row_tokens)))
+        return math.ceil(rows / max(1, int(self.micro_tokens / self.computed_tokens)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,27 +117,34 @@ def divisions(devices: int, model: ModelSize, at: Nodes, sequences: int) -> Iter
                 yield Division(tensor, pipeline, replicas)
 
 
-def held_bytes(model: ModelSize, by: Division, trained: bool, stored: Stored) -> float:
-    """Return the bytes of one device that a role holds between its calls."""
+def held_bytes(model: ModelSize, by: Division, trained: bool, stored: Stored, item_bytes: float = 2) -> float:
+    """Return the bytes of one device that a role holds between its calls. item_bytes: of a weight."""
     part = model.parameters / (by.tensor * by.pipeline)
-    held = ITEM_BYTES + (stored.gradient if trained else 0)
+    held = item_bytes + (stored.gradient if trained else 0)
     return (held * part) / (by.replicas if stored.sharded else 1) + trained * stored.states * part / by.replicas
 
 
-def activation_bytes(model: ModelSize, by: Division, work: StepWork) -> float:
+LAYER_BYTES = 17
+"""The bytes of a layer's activations per hidden value and byte of an item (34 in 16 bits, arXiv 2205.05198)."""
+
+
+def activation_bytes(model: ModelSize, by: Division, work: StepWork, item_bytes: float = 2) -> float:
     """Return the bytes of one device for the inputs of checkpointed layers, of as many passes as there are stages, and
-    one layer that is computed again (34 bytes per hidden value, arXiv 2205.05198)."""
+    one layer that is computed again; without checkpointing those of all layers."""
     values = max(work.row_tokens, work.micro_tokens) * model.hidden / by.tensor
-    return ITEM_BYTES * values * model.layers + 34 * values
+    kept = model.layers + LAYER_BYTES if work.recomputed else LAYER_BYTES * model.layers / by.pipeline
+    return item_bytes * values * kept
 
 
-def forward_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, sequences: float, reduces: float = 2) -> float:
+def forward_s(
+    model: ModelSize, by: Division, at: Nodes, work: StepWork, sequences: float, reduces: float = REDUCES
+) -> float:
     """Return the seconds of a forward pass over all tokens of `sequences` sequences, without gathered weights.
     reduces: all-reduces over the tensor devices of each layer."""
     rows = math.ceil(sequences / by.replicas)
-    tokens = rows * work.row_tokens
+    tokens = rows * work.computed_tokens
     products = tokens * model.forward_flops(work.row_tokens) / (by.tensor * by.pipeline * at.device.flops)
-    moved = 2 * (by.tensor - 1) / by.tensor * ITEM_BYTES * tokens * model.hidden
+    moved = 2 * (by.tensor - 1) / by.tensor * at.device.item_bytes * tokens * model.hidden
     reduced = reduces * model.layers / by.pipeline * moved / at.link
     passes = work.passes(rows)
     return (passes + by.pipeline - 1) / passes * (products + reduced)
@@ -153,18 +168,18 @@ def summed_s(model: ModelSize, by: Division, at: Nodes, item_bytes: float) -> fl
 def infer_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, stored: Stored) -> float:
     """Return the seconds of a forward pass over all rows of a step."""
     gathers = work.passes(math.ceil(work.sequences / by.replicas)) if stored.sharded else 0
-    return forward_s(model, by, at, work, work.sequences) + gathers * summed_s(model, by, at, ITEM_BYTES)
+    return forward_s(model, by, at, work, work.sequences) + gathers * summed_s(model, by, at, at.device.item_bytes)
 
 
 def update_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, stored: Stored) -> float:
-    """Return the seconds of the optimizer steps of a step, with checkpointed activations."""
+    """Return the seconds of the optimizer steps of a step."""
     sequences = work.sequences / work.updates
-    reduces = CHECKPOINTED_REDUCES / CHECKPOINTED_PASSES
-    passes = CHECKPOINTED_PASSES * forward_s(model, by, at, work, sequences, reduces=reduces)
+    products = 2 + work.recomputed + work.weight_gradients  # each as many as those of a forward pass
+    passes = products * forward_s(model, by, at, work, sequences, reduces=REDUCES * (2 + work.recomputed) / products)
     states = 2 * stored.states * model.parameters / by.devices / at.device.read
-    sums, moved = 1, stored.reduced + ITEM_BYTES
+    sums, moved = 1, stored.reduced + at.device.item_bytes
     if stored.sharded:  # weights are gathered for the forward and for the backward pass
-        sums, moved = work.passes(math.ceil(sequences / by.replicas)), stored.reduced + 2 * ITEM_BYTES
+        sums, moved = work.passes(math.ceil(sequences / by.replicas)), stored.reduced + 2 * at.device.item_bytes
     return work.updates * (passes + states + sums * summed_s(model, by, at, moved))
 
 
@@ -175,25 +190,28 @@ def generate_s(
     fit. room_bytes: of one device, for keys and values."""
     engines = devices // tensor
     share = math.ceil(work.sequences / engines)
-    most = int(tensor * room_bytes / (model.kv_bytes * work.row_tokens))
+    kv_bytes = at.device.item_bytes * model.kv_values
+    most = int(tensor * room_bytes / (kv_bytes * work.row_tokens))
     if most < 1:
         return None
     waves = math.ceil(share / most)
     batch = math.ceil(share / waves)
     context = work.prompt_tokens + work.response_tokens / 2
-    read = ITEM_BYTES * model.active_parameters + batch * context * model.kv_bytes
+    read = at.device.item_bytes * model.active_parameters + batch * context * kv_bytes
     products = batch * model.forward_flops(context) / (tensor * at.device.flops)
-    step = max(read / (tensor * at.device.read), products) + (tensor > 1) * 2 * model.layers * ALL_REDUCE_S
-    prompts = share * work.prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops)
+    step = max(read / (tensor * at.device.read), products) + (tensor > 1) * REDUCES * model.layers * ALL_REDUCE_S
+    step += at.device.step_ms / 1000
+    prompt_tokens = share * work.prompt_tokens / work.prompt_shares
+    prompts = prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops)
     return prompts + waves * work.response_tokens * step
 
 
-def resharded_bytes(parameters: float, by: Division, tensor: int, whole: bool = False) -> float:
+def resharded_bytes(parameters: float, by: Division, tensor: int, whole: bool = False, item_bytes: float = 2) -> float:
     """Return the bytes that a device receives between an update and the next answers. whole: every device gathers the
     model first; else it gathers the rest of the part that it computes with (HybridFlow, arXiv 2409.19256, table 2)."""
     held = parameters / (by.tensor * by.pipeline)
     wanted = parameters if whole else parameters / tensor
-    return ITEM_BYTES * max(0.0, wanted - held)
+    return item_bytes * max(0.0, wanted - held)
 
 
 def moved_per_s(by: Division, at: Nodes) -> float:

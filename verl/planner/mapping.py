@@ -16,7 +16,6 @@ from typing import Literal
 from verl.errors import Refused
 from verl.planner.hardware import Nodes, total
 from verl.planner.latency import (
-    ITEM_BYTES,
     RESERVE,
     TENSOR,
     Division,
@@ -283,10 +282,10 @@ class _Way:
 
 def _ways(role: PlannedRole, stages: Sequence[str], devices: int, at: Nodes, rules: Rules) -> list[_Way]:
     """Return the ways to divide a role's model, without those that are slower and larger than another."""
-    work, stored, out = rules.work, rules.stored, list[_Way]()
+    work, stored, item_bytes, out = rules.work, rules.stored, at.device.item_bytes, list[_Way]()
     if role.generates_only:  # its copy of the weights is that of the engines
         sizes = [n for n in rules.engines if n <= at.devices_per_node and devices % n == 0]
-        nothing, copied = (0.0,) * len(stages), ITEM_BYTES * role.model.parameters
+        nothing, copied = (0.0,) * len(stages), item_bytes * role.model.parameters
         return [_Way(Division(n, 1, devices // n), copied / n, 0.0, nothing) for n in sizes]
     sequences = work.sequences // work.updates if role.trained else work.sequences
     for by in divisions(devices, role.model, at, sequences):
@@ -298,8 +297,8 @@ def _ways(role: PlannedRole, stages: Sequence[str], devices: int, at: Nodes, rul
                 seconds[stage] += infer_s(role.model, by, at, work, stored)
             elif kind == "train":
                 seconds[stage] += update_s(role.model, by, at, work, stored)
-        held = 0.0 if role.base else held_bytes(role.model, by, role.trained, stored)
-        passing = activation_bytes(role.model, by, work) if role.trained else 0.0
+        held = 0.0 if role.base else held_bytes(role.model, by, role.trained, stored, item_bytes)
+        passing = activation_bytes(role.model, by, work, item_bytes) if role.trained else 0.0
         out.append(_Way(by, held, passing, tuple(seconds.values())))
     out.sort(key=lambda way: (sum(way.seconds), way.held + way.passing))
     kept, least = list[_Way](), math.inf
@@ -355,7 +354,9 @@ def _generated(
     for tensor in (by.tensor,) if role.generates_only else rules.engines:
         if tensor > at.devices_per_node or devices % tensor:
             continue
-        gathered = 0.0 if role.generates_only else resharded_bytes(model.parameters, by, tensor)
+        gathered = 0.0
+        if not role.generates_only:
+            gathered = resharded_bytes(model.parameters, by, tensor, item_bytes=at.device.item_bytes)
         took = generate_s(model, devices, tensor, at, rules.work, free - gathered)
         if took is not None:
             out.append((took + gathered / moved_per_s(by, at), tensor))

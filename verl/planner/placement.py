@@ -6,6 +6,8 @@ an answer is given."""
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,9 +21,9 @@ from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.optimizer_table import OPTIMIZERS
-from verl.planner.hardware import Nodes
+from verl.planner.hardware import Nodes, part_of, scaled
 from verl.planner.latency import RESERVE, TENSOR, Division, ModelSize, StepWork, Stored, divisions, held_bytes
-from verl.planner.mapping import Aim, PlannedRole, RolePlacement, Rules, placements, stages_of, times_of
+from verl.planner.mapping import Aim, PlannedRole, RolePlacement, Rules, device_counts, placements, stages_of, times_of
 from verl.planner.sizes import parameters_used
 
 OTHERS = 5
@@ -42,13 +44,16 @@ class PlacedRun:
 
 def work_of(config: Config, answer_tokens: float | None = None) -> StepWork:
     """Return the work of a step. answer_tokens: the mean of an answer, if it is known."""
-    s = config.step
+    s, shared = config.step, config.model.engine_options.get("share_prefix", True)
     return StepWork(
         sequences=s.prompts_per_step * s.samples_per_prompt,
         prompt_tokens=config.data.max_prompt_tokens,
         response_tokens=answer_tokens or config.rollout.max_response_tokens,
         updates=s.updates_per_step * s.epochs_per_step,
         micro_tokens=s.max_tokens_per_microbatch,
+        prompt_shares=s.samples_per_prompt if shared else 1,
+        recomputed=config.model.gradient_checkpointing != "none",
+        weight_gradients=trained_factors(config) is None,
     )
 
 
@@ -96,19 +101,64 @@ def stored_of(config: Config) -> Stored:
 def best_placements(config: Config, cluster: Sequence[Nodes], work: StepWork, aim: Aim = "time") -> list[PlacedRun]:
     """Return the best layout and devices of each division of the roles into sets, best first. Raise Refused with the
     memory that is missing if no division fits."""
-    roles, stored = planned_roles(config), stored_of(config)
-    engines = TENSOR if traits_of(config.rollout.engine).server else (1,)
+    roles = planned_roles(config)
     best = dict[frozenset[tuple[str, ...]], PlacedRun]()
     for at in cluster:  # models of a run are on devices of one kind
         for layout in layouts(config, at):
-            rules = Rules(work=work, stored=stored, layout=layout, engines=engines)
-            for one in placements(roles, [at], times_of(roles, [at], rules), aim):
+            times = times_of(roles, [at], rules_of(config, work, layout))
+            for one in placements(roles, [at], times, aim):
                 sets = frozenset(each.roles for each in one.sets)
                 if sets not in best or _key(one, aim) < _key(best[sets].placement, aim):
                     best[sets] = PlacedRun(layout=layout, placement=one, at=at)
     if not best:
-        raise Refused(_nothing_fits(config, roles, cluster, stored))
+        raise Refused(_nothing_fits(config, roles, cluster, stored_of(config)))
     return sorted(best.values(), key=lambda placed: _key(placed.placement, aim))
+
+
+def rules_of(config: Config, work: StepWork, layout: Division) -> Rules:
+    """Return how the models of this run may be divided, if those that infer or train have this layout."""
+    engines = TENSOR if traits_of(config.rollout.engine).server else (1,)
+    return Rules(work=work, stored=stored_of(config), layout=layout, engines=engines)
+
+
+def seconds_on(config: Config, placed: PlacedRun, at: Nodes, work: StepWork) -> float:
+    """Return the seconds of a step of this placement on nodes with other figures."""
+    roles = planned_roles(config)
+    times = times_of(roles, [at], rules_of(config, work, placed.layout))
+    found = [times(one.roles, 0, one.times.devices) for one in placed.placement.sets]
+    return sum(max(column) for column in zip(*(one.seconds for one in found if one is not None)))
+
+
+def corners(placed: PlacedRun) -> tuple[Nodes, Nodes]:
+    """Return the nodes of a placement with devices that reach as much, and as little, as they may."""
+    spread = placed.at.device.spread
+    return scaled(placed.at, spread), scaled(placed.at, 1 / spread)
+
+
+def smallest_cluster(config: Config, cluster: Sequence[Nodes], work: StepWork, deadline_s: float) -> list[PlacedRun]:
+    """Return the placements on the fewest devices of a node group whose best step takes at most `deadline_s`, on the
+    group whose devices together cost least. Raise Refused with the seconds of the fastest step if none does."""
+    found = list[tuple[float, int, list[PlacedRun]]]()
+    for at in cluster:
+        counts = device_counts(at)
+        # more devices are never slower
+        first = bisect.bisect_left(counts, -deadline_s, key=lambda n: -_fastest_s(config, part_of(at, n), work))
+        if first < len(counts):
+            best = best_placements(config, [part_of(at, counts[first])], work)
+            found.append((counts[first] * at.price_per_hour, counts[first], best))
+    if not found:
+        step_s = best_placements(config, cluster, work)[0].placement.step_s
+        devices = " or ".join(f"{at.devices} x {at.device.name}" for at in cluster)
+        raise Refused(f"deadline_s={deadline_s:g}: the fastest step on {devices} takes about {step_s:.3g} s")
+    return min(found, key=lambda one: one[:2])[2]
+
+
+def _fastest_s(config: Config, at: Nodes, work: StepWork) -> float:
+    """Return the seconds of the fastest step on these nodes; infinity if no placement fits."""
+    try:
+        return best_placements(config, [at], work)[0].placement.step_s
+    except Refused:
+        return math.inf
 
 
 def _key(one: RolePlacement, aim: Aim) -> tuple[float, float, int]:
@@ -145,12 +195,19 @@ def _nothing_fits(config: Config, roles: Sequence[PlannedRole], cluster: Sequenc
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
-def render(config: Config, found: Sequence[PlacedRun]) -> str:
-    """Return the best placement as a table, the overrides that configure it, and why the next ones are slower."""
+def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
+    """Return the best placement as a table, with the range of its seconds, the overrides that configure it, and why the
+    next ones are slower."""
     best = found[0]
-    one, at, stages = best.placement, best.at, stages_of(planned_roles(config))
+    one, at, stages, ends = best.placement, best.at, stages_of(planned_roles(config)), corners(best)
+    low_s, high_s = (seconds_on(config, best, end, work) for end in ends)
     price = f", {one.price:.2f} per step" if one.price else ""
-    lines = [f"placement about {one.step_s:.3g} s per step{price} on {at.device.name} ({at.device.source})"]
+    lines = [
+        f"placement about {one.step_s:.3g} s per step ({low_s:.3g} to {high_s:.3g}){price} on {at.device.name}"
+        f" ({at.device.source})",
+        f"          range: if its devices reach {at.device.spread:g} times the shares of the cluster file, or less by"
+        " this factor",
+    ]
     rows = [("devices", "roles", "GiB held by each", *(f"{stage}, s" for stage in stages))]
     for placed in one.sets:
         seconds = [f"{s:.3g}" if s else "-" for s in placed.times.seconds]
@@ -160,7 +217,9 @@ def render(config: Config, found: Sequence[PlacedRun]) -> str:
     lines += ["          " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
     lines += [f"configure {' '.join(overrides(config, best))}"]
     for other in found[1 : OTHERS + 1]:
-        lines.append(f"slower    {_sets_text(other.placement)}: {_why(one, other.placement, stages)}")
+        gaps = [seconds_on(config, other, end, work) / s - 1 for end, s in zip(ends, (low_s, high_s))]
+        between = f" ({min(gaps):+.0%} to {max(gaps):+.0%})"
+        lines.append(f"slower    {_sets_text(other.placement)}: {_why(one, other.placement, stages, between)}")
     return "\n".join(lines)
 
 
@@ -168,14 +227,14 @@ def _sets_text(one: RolePlacement) -> str:
     return " | ".join(f"{' + '.join(placed.roles)} on {placed.times.devices}" for placed in one.sets)
 
 
-def _why(best: RolePlacement, other: RolePlacement, stages: Sequence[str]) -> str:
-    """Return how much longer a placement takes, and in which stage most of it."""
+def _why(best: RolePlacement, other: RolePlacement, stages: Sequence[str], between: str) -> str:
+    """Return how much longer a placement takes, with its range, and in which stage most of it."""
     by_stage = [
         max(placed.times.seconds[i] for placed in other.sets) - max(placed.times.seconds[i] for placed in best.sets)
         for i in range(len(stages))
     ]
     worst = max(range(len(by_stage)), key=lambda i: by_stage[i])
-    longer = f"{other.step_s / best.step_s - 1:+.0%}"
+    longer = f"{other.step_s / best.step_s - 1:+.0%}{between}"
     return f"{longer}, {by_stage[worst]:+.3g} s in {stages[worst]}"
 
 
