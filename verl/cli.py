@@ -37,16 +37,19 @@ USAGE = """usage: verl VERB [key=value ...]
   serve     model.path=DIR [serve.port=8000]   the model behind OpenAI's and vLLM's HTTP
   plan      (as train) [rollout_s=S update_s=S] every derived size and the memory, without loading anything; with the
             [card_gib=G]                       two times of a step also how they overlap; whether a card of G GiB
-            [cluster_file=F]                   has the memory; the best placement of the roles on a cluster
+            [cluster_file=F [deadline_s=S]]    has the memory; the best placement of the roles on a cluster, or on
+                                               the smallest part of it whose steps take at most S seconds
   simulate  (as train) token_s=S sequence_s=S  the pace with this and other staleness, under a virtual clock: a decode
             update_s=S [publish_s=S]           step takes token_s, and sequence_s more for each sequence; answers
             mean_tokens=N sigma=X | from=RUN   of log-normal lengths, or those of a run, with its times
   replicas  RUN list | add [URL] | remove N    servers that join and leave a run while it goes on
   show      RUN [RUN ...] | --live RUN         the steps of runs; a page that follows a run
+  show      RUN cluster_file=F                 the seconds that the planner predicts beside those measured
   show      algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
   export    RUN_OR_CHECKPOINT OUT_DIR          the Hugging Face folder of a checkpoint
             [--merge [--dtype=bfloat16]]       LoRA: the adapter merged into its base, in float32 or another dtype
-  doctor    [RUN]                              this machine, what is installed, what a run waits for
+  doctor    [RUN] | cluster_file=FILE          this machine, what is installed, what a run waits for; its rates,
+                                               measured and written for `verl plan cluster_file=FILE`
   completion bash | zsh | fish                 source <(verl completion bash)
 
 verl --version: of verl, Python and torch. verl VERB --help: the keys of the verb.
@@ -449,7 +452,15 @@ def export_verb(args: list[str]) -> int:
 def doctor_verb(args: list[str]) -> int:
     from verl.doctor import doctor
 
-    return doctor(Path(args[0]) if args else None)
+    given, rest = _own_arguments(args, ("cluster_file",))
+    if "cluster_file" in given:
+        from verl.machine_figures import write_figures
+
+        if rest:
+            raise Refused(f"verl doctor cluster_file=FILE measures this machine, and takes no {rest[0]}")
+        print(write_figures(Path(given["cluster_file"])), end="")
+        return 0
+    return doctor(Path(rest[0]) if rest else None)
 
 
 def completion_verb(args: list[str]) -> int:

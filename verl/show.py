@@ -18,7 +18,7 @@ from verl.errors import Refused
 def show(args: Sequence[str]) -> int:
     if not args:
         words = "algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]"
-        raise Refused(f"verl show RUN [RUN ...] | RUN trajectory=ID | --live RUN | {words}")
+        raise Refused(f"verl show RUN [RUN ...] | RUN trajectory=ID | RUN cluster_file=FILE | --live RUN | {words}")
     first, rest = args[0], args[1:]
     if first.startswith("algorithm="):
         _algorithm(first.partition("=")[2], rest)
@@ -133,6 +133,14 @@ def _timeline(path: Path, trajectory: str) -> None:
     Console(width=150).print(table)
 
 
+def _beside(path: Path, cluster_file: str) -> None:
+    """Print what a cluster file predicts for a run, beside what was measured."""
+    from verl.planner.beside import beside
+    from verl.planner.hardware import read_cluster
+
+    print("\n\n".join(beside(path, at) for at in read_cluster(Path(cluster_file))))
+
+
 def _runs(args: Sequence[str]) -> None:
     """Print the steps of one run, or of several side by side; with trajectory=ID, the timeline of that trajectory."""
     from verl.report.data import is_run_dir
@@ -145,12 +153,14 @@ def _runs(args: Sequence[str]) -> None:
         if not is_run_dir(path):
             known = ", ".join(WORDS)
             raise Refused(f"{path} is not a run directory (no metrics.jsonl) and not a word of verl show ({known})")
-    if unknown := [key for key, _, _ in options if key != "trajectory"]:
-        raise Refused(f"verl show RUN has no option {unknown[0]}=: it takes trajectory=ID, or more runs")
+    known_options: Mapping[str, Callable[[Path, str], None]] = {"trajectory": _timeline, "cluster_file": _beside}
+    if unknown := [key for key, _, _ in options if key not in known_options]:
+        raise Refused(f"verl show RUN has no option {unknown[0]}=: it takes {'=, '.join(known_options)}=, or more runs")
     if options:
+        key, _, value = options[-1]
         if len(paths) > 1:
-            raise Refused("trajectory=ID is shown of one run")
-        return _timeline(paths[0], options[-1][2])
+            raise Refused(f"{key}={value} is shown of one run")
+        return known_options[key](paths[0], value)
     noted = dict[str, None]()  # the table and the report read the same files
     print_runs(paths, note=lambda text: noted.setdefault(text))
     reports = [write_report(path, lambda text: noted.setdefault(text)) for path in paths]

@@ -171,7 +171,7 @@ def scaled(at: Nodes, factor: float) -> Nodes:
     return replace(at, device=replace(at.device, **shares))
 
 
-def part_of(at: Nodes, devices: int) -> Nodes:
+def some_devices(at: Nodes, devices: int) -> Nodes:
     """Return this number of the devices: a part of one node, or whole nodes."""
     if devices < at.devices_per_node:
         return replace(at, nodes=1, devices_per_node=devices)

@@ -21,7 +21,7 @@ from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.optimizer_table import OPTIMIZERS
-from verl.planner.hardware import Nodes, part_of, scaled
+from verl.planner.hardware import Nodes, scaled, some_devices
 from verl.planner.latency import RESERVE, TENSOR, Division, ModelSize, StepWork, Stored, divisions, held_bytes
 from verl.planner.mapping import Aim, PlannedRole, RolePlacement, Rules, device_counts, placements, stages_of, times_of
 from verl.planner.sizes import parameters_used
@@ -136,15 +136,15 @@ def corners(placed: PlacedRun) -> tuple[Nodes, Nodes]:
 
 
 def smallest_cluster(config: Config, cluster: Sequence[Nodes], work: StepWork, deadline_s: float) -> list[PlacedRun]:
-    """Return the placements on the fewest devices of a node group whose best step takes at most `deadline_s`, on the
-    group whose devices together cost least. Raise Refused with the seconds of the fastest step if none does."""
+    """Return the placements on the fewest devices of a node group on which the best step takes at most `deadline_s`,
+    for the group where these devices cost least. Raise Refused with the seconds of the fastest step if none does."""
     found = list[tuple[float, int, list[PlacedRun]]]()
     for at in cluster:
         counts = device_counts(at)
         # more devices are never slower
-        first = bisect.bisect_left(counts, -deadline_s, key=lambda n: -_fastest_s(config, part_of(at, n), work))
+        first = bisect.bisect_left(counts, -deadline_s, key=lambda n: -_fastest_s(config, some_devices(at, n), work))
         if first < len(counts):
-            best = best_placements(config, [part_of(at, counts[first])], work)
+            best = best_placements(config, [some_devices(at, counts[first])], work)
             found.append((counts[first] * at.price_per_hour, counts[first], best))
     if not found:
         step_s = best_placements(config, cluster, work)[0].placement.step_s

@@ -1,0 +1,118 @@
+"""The planner's seconds beside those of a run, and the figures of a machine that it learns or measures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handmade_model import write_model, write_rows
+
+from verl import machine_figures
+from verl.cli import main
+from verl.config.load import dump_config, load_config
+from verl.errors import Refused
+from verl.planner.beside import beside, learned_figures, measured_run, predicted_seconds
+from verl.planner.hardware import DEVICES, Nodes, read_cluster
+
+AT = Nodes(device=replace(DEVICES["H100"], step_ms=2.0), nodes=1, devices_per_node=8, network_gbs=50)
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("beside")
+    sizes = {"layers": 8, "hidden": 1024, "ffn": 4096, "heads": 16, "kv_heads": 4, "vocab": 32000}
+    write_model(folder / "model", **sizes, tied=True)
+    rows = write_rows(folder / "rows.jsonl", 100)
+    data = [f"data.train_files=[{rows}]", "data.max_prompt_tokens=100", "rollout.max_response_tokens=400"]
+    return [f"model.path={folder / 'model'}", *data, "algorithm.name=ppo", "step.prompts_per_step=16"]
+
+
+def write_run(folder: Path, arguments: list[str], phases: Mapping[str, float], steps: int = 4) -> Path:
+    """Write the folder of a run whose steps have these seconds, but the first, which takes ten times as long."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(load_config(arguments)))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(1, steps + 1):
+            seconds = {f"timing_s/{name}": s * (10 if step == 1 else 1) for name, s in phases.items()}
+            values: dict[str, Any] = {"step": step, "attempt": 0, "time_s": float(step), **seconds}
+            values |= {"prompt_length/mean": 60.0, "response_length/mean": 200.0}
+            values["perf/time_per_step"] = sum(seconds.values()) + 0.25
+            file.write(json.dumps(values) + "\n")
+    return folder
+
+
+PHASES = {"rollout": 8.0, "reference": 0.5, "values": 0.5, "update_critic": 1.0, "update": 2.0, "evaluate": 30.0}
+
+
+def test_the_phases_of_a_run_are_those_of_its_stages(arguments: list[str], tmp_path: Path) -> None:
+    run = measured_run(write_run(tmp_path / "run", arguments, PHASES))
+    assert run.seconds == {"rollout": 8.0, "experience": 1.0, "update": 3.0}
+    assert (run.prompt_tokens, run.response_tokens, run.step_s) == (60, 200, 12.25)  # without the evaluation
+    assert {*predicted_seconds(run, AT)} == {*run.seconds}
+
+
+@pytest.mark.parametrize("figures", [{"compute_share": 0.31, "step_ms": 7.5}, {"bandwidth_share": 0.93}])
+def test_learned_figures_are_those_with_which_the_run_was_made(
+    arguments: list[str], tmp_path: Path, figures: dict[str, float]
+) -> None:
+    shape = measured_run(write_run(tmp_path / "shape", arguments, PHASES))
+    device = replace(AT.device, **({"step_ms": 0.0} | figures))  # type: ignore[arg-type]
+    made = predicted_seconds(shape, replace(AT, device=device))
+    run = measured_run(write_run(tmp_path / "run", arguments, {"reference": made.pop("experience"), **made}))
+    learned = learned_figures(run, AT)
+    assert {name: learned[name] for name in figures} == pytest.approx(figures)
+    again = replace(AT, device=replace(AT.device, **learned))  # type: ignore[arg-type]
+    assert predicted_seconds(run, again) == pytest.approx({**made, "experience": run.seconds["experience"]})
+
+
+def test_a_run_is_shown_beside_its_prediction(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", arguments, PHASES)
+    (tmp_path / "cluster.yaml").write_text("- {device: H100, step_ms: 2}\n")
+    assert main(["show", str(run), f"cluster_file={tmp_path / 'cluster.yaml'}"]) == 0
+    page = capsys.readouterr().out
+    assert page == beside(run, *read_cluster(tmp_path / "cluster.yaml")) + "\n"
+    predicted = predicted_seconds(measured_run(run), AT)
+    line = next(line.split() for line in page.splitlines() if line.startswith("update "))
+    assert line[1:] == [f"{predicted['update']:.3g}", "3", f"{predicted['update'] / 3 - 1:+.0%}"]
+    assert "with these figures they agree: compute_share: " in page and "the rest of a step" in page
+
+
+@pytest.mark.parametrize(
+    ("more", "steps", "why"),
+    [
+        ((), 1, "1 steps with times"),
+        (("cluster.backend=ray", "cluster.ranks_per_node=16"), 3, "the run has 16 ranks, the cluster file 8 x H100"),
+        (("pipeline.placement=split", "rollout.replicas=2"), 3, "its roles have devices of their own"),
+    ],
+)
+def test_a_run_that_cannot_be_compared_is_refused(
+    arguments: list[str], tmp_path: Path, more: tuple[str, ...], steps: int, why: str
+) -> None:
+    with pytest.raises(Refused, match=why):
+        beside(write_run(tmp_path / "run", [*arguments, *more], PHASES, steps), AT)
+    with pytest.raises(Refused, match="not the folder of a run"):
+        beside(tmp_path, AT)
+
+
+def test_this_machine_is_measured_into_a_cluster_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_figures, "MEASURE_S", 0.01)
+    monkeypatch.setattr(machine_figures, "COPIED_BYTES", 1 << 20)
+    monkeypatch.setattr(machine_figures, "CPU_WIDTH", 64)
+    file = tmp_path / "here.yaml"
+    assert main(["doctor", f"cluster_file={file}"]) == 0
+    (at,) = read_cluster(file)
+    assert capsys.readouterr().out == file.read_text() and at.devices == 1
+    assert 0.01 < at.device.bandwidth_gbs < 5000 and 1e-5 < at.device.matrix_tflops < 100
+    assert (at.device.item_bytes, at.device.memory_gb > 0.5) == (4, True)
+    assert main(["doctor", f"cluster_file={file}"]) == 2
+    assert "exists: name another file" in capsys.readouterr().err
+    assert main(["doctor", f"cluster_file={tmp_path / 'other.yaml'}", "a_run"]) == 2
+    assert "takes no a_run" in capsys.readouterr().err
