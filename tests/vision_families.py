@@ -145,7 +145,6 @@ KINDS: dict[str, Kind] = {
         more={"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
         grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
         pixels=lambda grid: (grid[1] * grid[2], 12),
-        native=False,
     ),
     "qwen3_5_moe": Kind(
         config="Qwen3_5MoeConfig",
@@ -160,7 +159,6 @@ KINDS: dict[str, Kind] = {
         more={"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START},
         grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
         pixels=lambda grid: (grid[1] * grid[2], 12),
-        native=False,
     ),
     "internvl": Kind(
         config="InternVLConfig",

@@ -132,6 +132,20 @@ def attention(
     return torch.stack(out)
 
 
+def delta_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    """Rows of one and of several heads per key head, with widths that fill registers and that do not."""
+    sizes = ((1, 1, 1, 8, 8), (5, 2, 4, 8, 6), (3, 2, 2, 32, 48), (33, 1, 3, 13, 7))
+    (n, key_heads, heads, inner, width), exact = sizes[size % 4], _at_least_float32(dtype)
+    channels = 2 * key_heads * inner + heads * width
+
+    def random(*shape: int, of: torch.dtype = dtype) -> Tensor:
+        return torch.randn(*shape, generator=rng).to(of)
+
+    weights = random(4, channels), random(heads, of=exact), random(heads, of=exact), random(width)
+    rows = random(n, 3, channels), random(n, heads, inner, width, of=exact)
+    return (random(n, channels + heads * width + 2 * heads), *weights, *rows), {"key_heads": key_heads, "eps": 1e-6}
+
+
 def linear_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
     rows, width, out = ((1, 48, 96), (7, 192, 384), (256, 64, 67), (33, 513, 31))[size % 4]
     weight, x = torch.randn(out, width, generator=rng).to(dtype), torch.randn(rows, width, generator=rng).to(dtype)
@@ -181,6 +195,7 @@ CASES: Mapping[str, Case] = {
     "truncate": Case(truncate_inputs, changed=(0,)),
     "uniforms": Case(uniforms_inputs),
     "slot_attention": Case(attention_inputs, attention, changed=(4, 5)),
+    "delta_step": Case(delta_inputs, changed=(5, 6)),
     "linear": Case(linear_inputs, lambda x, weight, bias: torch.nn.functional.linear(x, weight, bias)),
     "page_attention": Case(references.page_attention_inputs, references.page_attention),
     "prompt_attention": Case(references.prompt_attention_inputs, references.prompt_attention),

@@ -18,8 +18,11 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from verl.rollout.base import GenerateRequest
@@ -45,6 +48,19 @@ def rope(kind: str, **more: float) -> dict[str, Any]:
 
 
 LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+HYBRID: dict[str, Any] = SIZES | dict(
+    num_hidden_layers=3,
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=12,
+    initializer_range=0.05,  # the norm on outputs amplifies the rounding of small ones
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+)
+SHARED: dict[str, Any] = dict(
+    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=20
+)
 CONFIGS: dict[str, Any] = {
     "qwen3": Qwen3Config(**SIZES, head_dim=20, tie_word_embeddings=True),
     "qwen3 bias": Qwen3Config(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=False),
@@ -105,6 +121,12 @@ CONFIGS: dict[str, Any] = {
         **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=40
     ),
 }
+HYBRIDS: dict[str, Any] = {
+    "qwen3.5": Qwen3_5TextConfig(**HYBRID, attention_bias=True, tie_word_embeddings=True),
+    "qwen3.5 moe": Qwen3_5MoeTextConfig(**HYBRID, **SHARED),
+    "qwen3 next": Qwen3NextConfig(**HYBRID, **SHARED, mlp_only_layers=[1]),
+}
+CONFIGS |= HYBRIDS
 LAYOUTS = ("plain", "packed", "panels")
 PROMPTS = [np.random.default_rng(i).integers(0, 67, n) for i, n in enumerate((3, 90, 17, 40, 1))]
 
@@ -161,7 +183,7 @@ def test_float32_matches_transformers(compiled: bool, short: int, monkeypatch: p
 
 
 @pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "qwen3 moe"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "qwen3 moe", "qwen3.5"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(name: str, emulate: bool) -> None:
     """Same rounded weights: the engine's distance to exact arithmetic is at most that of transformers in bf16."""
     module = reference(CONFIGS[name], dtype=torch.bfloat16)
@@ -226,7 +248,8 @@ def test_all_layers_in_one_call_give_the_bits_of_a_call_each(monkeypatch: pytest
     def check(name: str) -> None:
         module = reference(CONFIGS[name])
         whole, single = engine(module.config, module, compiled=True), engine(module.config, module, compiled=True)
-        assert (whole.runner.model.weights.joined is None) == ("moe" in name)
+        single_calls = "moe" in name or name in HYBRIDS
+        assert (whole.runner.model.weights.joined is None) == single_calls
         single.runner.model.weights = replace(single.runner.model.weights, joined=None)
         expected = sampled(single)
         for key, completion in sampled(whole).items():

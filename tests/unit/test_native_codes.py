@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import hybrid
 import numpy as np
 import pytest
 import torch
@@ -31,6 +32,9 @@ SIZES: dict[str, Any] = {
 
 def model_of(family: str) -> PreTrainedModel:
     torch.manual_seed(1)
+    if family == "qwen3_next":
+        sizes = {"hidden_size": 64, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "initializer_range": 0.05}
+        return hybrid.model(family, **sizes)  # type: ignore[no-any-return]
     if family == "qwen2":  # with biases of q, k and v
         model: Any = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True))
     else:
@@ -70,7 +74,7 @@ def layers_of(core: EngineCore) -> Any:
     return core.runner.model.live.layers
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_next"])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("layout", ["panels", "plain"])
 def test_it_computes_as_with_the_dequantised_weights(family: str, kind: Any, layout: str) -> None:

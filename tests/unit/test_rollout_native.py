@@ -147,7 +147,7 @@ def longest(store: PrefixStore, of: Prefix) -> int | None:
     """Tokens that a prompt with the inputs of `of` and one more token would not compute."""
     ids = np.append(of.ids, 1)
     found = store.longest((*of.key[:3], ids.tobytes()), ids)
-    return None if found is None else found.shape[3]
+    return None if found is None else found[0].shape[3]
 
 
 def test_the_store_is_bounded_and_drops_the_least_recently_used() -> None:

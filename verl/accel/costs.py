@@ -119,6 +119,23 @@ def slot_attention_cost(
     return Cost(read + ends, 4 * tokens * heads * dim + 6 * qkv.numel())
 
 
+def delta_step_cost(
+    given: Tensor,
+    taps: Tensor,
+    decays: Tensor,
+    steps: Tensor,
+    norm: Tensor,
+    windows: Tensor,
+    states: Tensor,
+    *,
+    key_heads: int,
+    eps: float,
+) -> Cost:
+    """Return the work of reading and writing windows and states once."""
+    ends = given.nbytes + taps.nbytes + states.shape[0] * states.shape[1] * states.shape[3] * given.element_size()
+    return Cost(2 * (windows.nbytes + states.nbytes) + ends, 7 * states.numel() + 2 * len(given) * taps.numel())
+
+
 def page_attention_cost(
     q: Tensor,
     keys: Tensor,

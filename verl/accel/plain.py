@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from verl.accel import trained
+from verl.accel.delta import plain_delta_step
 from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Call, Kernel, Use
 from verl.accel.uniforms import plain_uniforms
@@ -146,6 +147,7 @@ KERNELS = (
     _row("gated", plain_gated, 2e-5, 2e-2, traffic=2),
     _row("sample", plain_sample, 3e-5, 3e-5, traffic=6),
     _row("truncate", plain_truncate, 0.0, 0.0, traffic=40),
+    _row("delta_step", plain_delta_step, 5e-6, 4e-2, traffic=8),
     _row("uniforms", plain_uniforms, 0.0, 0.0, traffic=12),
     _row("linear", _products, 2e-4, 4e-2, traffic=1),
     _row("quantised_linear", plain_quantised_linear, 1e-5, 4e-2, traffic=17),

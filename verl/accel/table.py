@@ -53,6 +53,13 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.slot_attention_cost,
         ),
         Operation(
+            "delta_step",
+            "(given [n, C + H V + 2 H], taps [w + 1, C], decays and steps float32 [H], norm [V], windows [n, w, C], "
+            "states float32 [n, H, K, V], key_heads, eps) -> [n, H V]: one token of each row of a gated delta net, "
+            "which updates windows and states",
+            costs.delta_step_cost,
+        ),
+        Operation(
             "page_attention",
             "(q [n, H, D], keys and values [pages, PAGE, K, D], table int32 [n, W], positions [n], scale, window, cap, "
             "sinks, exact_rows) -> [n, H, D]: each row over the keys of its pages up to its position, -1 for an empty "

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from verl.accel.delta import unit
 from verl.accel.families import DELTA_TYPES, STATE_LAYERS, unpacked_states
 from verl.batch import Batch
 from verl.errors import Refused
@@ -185,7 +186,7 @@ def _delta_forward(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
     mixed = F.silu(causal_convolution(mixed, weight, bias, plan)).to(mixed.dtype)
     with torch.autocast(hidden_states.device.type, enabled=False):
         q, k, v = mixed.to(exact).split((self.key_dim, self.key_dim, self.value_dim), -1)
-        q, k = (_unit(x.view(len(x), self.num_k_heads, -1)) for x in (q, k))
+        q, k = (unit(x.view(len(x), self.num_k_heads, -1)) for x in (q, k))
         q, k = (x.repeat_interleave(self.num_v_heads // self.num_k_heads, 1) for x in (q, k))
         steps = F.softplus(decay.to(exact) + self.dt_bias.to(exact))
         decay = -self.A_log.to(exact).exp() * steps
@@ -208,8 +209,3 @@ def _projected(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *mixed, gate = (part.reshape(tokens, -1) for part in parts)
     rate, decay = (part.reshape(tokens, -1) for part in self.in_proj_ba(x).view(tokens, heads, -1).split(each, -1))
     return torch.cat(mixed, -1), gate.view(tokens, self.num_v_heads, -1), rate, decay
-
-
-def _unit(x: Tensor) -> Tensor:
-    """Return x with vectors of length 1; one of zeros stays."""
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)

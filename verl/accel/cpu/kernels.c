@@ -337,6 +337,7 @@ void linear(const float *x, const float *panels, const float *bias, float *y, lo
 
 #include "nf4.c"
 #include "crc.c"
+#include "delta.c"
 
 /* ---- training, float32 ---- */
 

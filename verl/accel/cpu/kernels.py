@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
-INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c"))
+INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c", "delta.c"))
 TILE, BLOCK, PARTS = 64, 256, 3  # as in kernels.c
 COMPILE_TIMEOUT_S = 120.0
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -102,6 +102,7 @@ FLOAT32 = {
     "nf4_linear": (Address, ctypes.POINTER(Codes), *(Address,) * 3, *(c_long,) * 5),
     "nf4_rows": (ctypes.POINTER(Codes), Address, *(c_long,) * 3),
     "large_pages": (Address, c_long),
+    "delta_step": (*(Address,) * 9, *(c_long,) * 6, c_float, c_long),
     "fold_crc": (Address, c_long, Address),
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
@@ -210,6 +211,28 @@ class Kernels:
         scratch = torch.empty(_scratch_floats(heads, kv_heads, dim, capacity), dtype=torch.float32)
         tensors = (qkv, qk_norm, turns, positions, None, keys, values, out, scratch)
         self.functions["attend"](*tensors, n, heads, kv_heads, dim, capacity, window, eps, scale, cap)
+        return out
+
+    def delta_step(
+        self,
+        given: Tensor,
+        taps: Tensor,
+        decays: Tensor,
+        steps: Tensor,
+        norm: Tensor,
+        windows: Tensor,
+        states: Tensor,
+        *,
+        key_heads: int,
+        eps: float,
+    ) -> Tensor:
+        """Do what `plain_delta_step` does, in one pass over the states."""
+        n, heads, inner, width = states.shape
+        out, mixed = given.new_empty(n, heads * width), given.new_empty(n, windows.shape[2])
+        tensors = (given, taps, decays, steps, norm, windows, states)
+        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in tensors)
+        sizes = (n, key_heads, heads, inner, width, windows.shape[1])
+        self.functions["delta_step"](*tensors, out, mixed, *sizes, eps, torch.get_num_threads())
         return out
 
     def layers(

@@ -55,6 +55,7 @@ KERNELS = (
     _row("gated", lambda kernels: kernels.gated, _both(2e-5)),
     _row("sample", lambda kernels: partial(_sample, kernels=kernels), {torch.float32: 3e-5, torch.bfloat16: 3e-5}),
     _row("slot_attention", lambda kernels: kernels.attend, {torch.float32: 8e-6, torch.bfloat16: 8e-2}),
+    _row("delta_step", lambda kernels: kernels.delta_step, {torch.float32: 5e-6}),
     _row("linear", _products, {torch.float32: 2e-4}),
     _row("quantised_linear", lambda kernels: partial(nf4.quantised_linear, kernels=kernels), {torch.float32: 1e-5}),
     _row("quantised_back", lambda kernels: partial(nf4.quantised_back, kernels=kernels), {torch.float32: 2e-5}),

@@ -25,6 +25,8 @@ class Destination:
     """A number that is added to all values."""
     pack: Callable[[Tensor], None] | None = None
     """Called in place of a copy, with the tensor in float32 and in `copied_as`, to write another layout."""
+    order: Tensor | None = None
+    """The order in which the rows of the tensor are written; None: in their own."""
 
 
 def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, Destination]) -> None:
@@ -44,7 +46,9 @@ def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, De
             continue
         if to.dtype.itemsize == 1 and tensor.dtype != to.dtype:  # without its scales it cannot be rounded to 8 bits
             raise ValueError(f"{name} is {tensor.dtype}: weights in blocks of FP8 were expected")
-        value = tensor.detach().to(to.dtype).reshape(to.copied_as)
+        value = tensor.detach().to(to.dtype)
+        value = value if to.order is None else value.index_select(0, to.order.to(value.device))
+        value = value.reshape(to.copied_as)
         if to.plus:
             value = value.float() + to.plus
         if filled_before and (to.pack is not None or not torch.equal(to.into, value.to(to.into))):

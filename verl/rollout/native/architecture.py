@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from verl.errors import Refused
 from verl.models.families import family_of
 from verl.rollout.embedded.core import check_context
 from verl.rollout.native.layers import ACTIVATIONS
+
+PARTIAL = "partial_rotary_factor"  # of `rope_parameters`: the share of a head that RoPE rotates
+DELTA_NET = "linear_attention"  # the kind of these layers in `layer_types`
 
 
 class UnsupportedModel(Refused):
@@ -33,14 +37,30 @@ class Architecture:
     scale of their own."""
     attention_cap: bool = False
     """Attention scores are replaced by cap tanh(score / cap)."""
+    centred_norms: bool = False
+    """Norms scale by 1 + weight."""
+    gated: bool = False
+    """The mixed values of each head are multiplied by the sigmoid of a gate, whose rows follow those of its query."""
+    delta: Literal["none", "apart", "by key head"] = "none"
+    """Some layers are gated delta nets. Their projections are apart, or two that have the rows of one key head after
+    those of another."""
     experts: bool = False
     """Feed-forward blocks may consist of experts with a router."""
+    shared_expert: bool = False
+    """Beside them is one that computes every token, times the sigmoid of a gate."""
     same_window: bool = False
     """transformers applies config.sliding_window to all layers, and ignores layer_types."""
     axes: Literal["one", "in sections", "in turns"] = "one"
     """The positions of a token: one, or one for each axis of an image. The frequencies of RoPE are then divided among
-    the axes by `mrope_section`: in sections, one after the other, or in turns."""
+    the axes by `mrope_section`: in sections, one after the other, or in turns. Text alone has one position."""
 
+    @property
+    def norm_offset(self) -> float:
+        """The number that is added to the weights of norms."""
+        return float(self.gemma or self.centred_norms)
+
+
+_HYBRID = Architecture(qk_norm=True, centred_norms=True, gated=True, delta="apart", axes="in turns")
 
 ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture(gemma=True, attention_cap=True),
@@ -51,10 +71,41 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_5_vl_text": Architecture(qkv_bias=True, out_bias=False, axes="in sections"),
     "qwen2_vl_text": Architecture(qkv_bias=True, out_bias=False, axes="in sections"),
     "qwen3": Architecture(qk_norm=True),
+    "qwen3_5_moe_text": replace(_HYBRID, experts=True, shared_expert=True),
+    "qwen3_5_text": _HYBRID,
     "qwen3_moe": Architecture(qk_norm=True, experts=True, same_window=True),
+    "qwen3_next": replace(_HYBRID, delta="by key head", experts=True, shared_expert=True, axes="one"),
     "qwen3_vl_moe_text": Architecture(qk_norm=True, experts=True, axes="in turns"),
     "qwen3_vl_text": Architecture(qk_norm=True, axes="in turns"),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """The sizes of the gated delta nets of a decoder."""
+
+    key_heads: int
+    heads: int
+    """The heads of values; several in a row read one key head."""
+    key_dim: int
+    value_dim: int
+    window: int
+    """The tokens before each one that its convolution reads."""
+
+    @property
+    def keys(self) -> int:
+        """The width of all queries, and of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        """The width of all values."""
+        return self.heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +135,18 @@ class Shape:
     ropes: tuple[int, ...]  # per layer: the index of its kind in `rotary_frequencies`
     experts: tuple[int, ...]  # per layer: the number of experts; 0: one dense block
     axes: tuple[int, ...]  # per frequency of RoPE: the axis of its position; (): a token has one position
+    attends: tuple[bool, ...]  # per layer: it is attention; else a gated delta net
+    rotated: int  # the first values of a head that are rotated
+    delta: DeltaSizes | None
     chosen_experts: int = 0
     expert_ffn: int = 0
     normalised_experts: bool = False
+    shared_ffn: int = 0  # of the expert that computes every token; 0: there is none
+
+    @property
+    def kv_layers(self) -> int:
+        """The number of layers with keys and values."""
+        return sum(self.attends)
 
 
 def shape_of(config: Any, max_context_tokens: int) -> Shape:
@@ -96,7 +156,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
     axes = family.axes if family is not None else 1 if config is whole else 0
     if family is not None and family.mutual:
         raise UnsupportedModel(f"model_type={whole.model_type!r}: tokens of an image attend to each other")
-    if arch is None or (1 if arch.axes == "one" else 3) != axes:
+    if arch is None or axes not in ((1,) if arch.axes == "one" else (1, 3)):
         known = sorted(name.removesuffix("_text") for name in ARCHITECTURES)
         raise UnsupportedModel(f"model_type={whole.model_type!r}: the native rollout engine computes {known}")
     name = "hidden_activation" if arch.gemma else "hidden_act"
@@ -113,11 +173,16 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
 
     layers, heads, hidden = config.num_hidden_layers, config.num_attention_heads, config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // heads
+    rotated = rotated_dim(config, head_dim)
+    if rotated != head_dim and arch.delta == "none":
+        raise UnsupportedModel(f"rope_parameters={config.rope_parameters}: native rotates whole heads of this family")
     kinds = rope_kinds(config)
     sparse: dict[str, Any] = {}
     if arch.experts:
         sparse = dict(chosen_experts=config.num_experts_per_tok, expert_ffn=config.moe_intermediate_size)
         sparse |= dict(normalised_experts=getattr(config, "norm_topk_prob", True))
+    if arch.shared_expert:
+        sparse |= dict(shared_ffn=config.shared_expert_intermediate_size)
     return Shape(
         arch,
         "model." if family is None else f"model.{family.language}.",
@@ -126,7 +191,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
         heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=head_dim,
-        ffn=config.intermediate_size,
+        ffn=getattr(config, "intermediate_size", 0),
         vocab=config.vocab_size,
         eps=config.rms_norm_eps,
         activation=activation,
@@ -141,7 +206,10 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
         windows=tuple(_window(config, arch, i) for i in range(layers)),
         ropes=tuple(kinds.index(config.layer_types[i]) if len(kinds) > 1 else 0 for i in range(layers)),
         experts=tuple(_experts(config, i) if arch.experts else 0 for i in range(layers)),
-        axes=_axes(config, arch, head_dim),
+        axes=_axes(config, arch, head_dim, rotated) if axes == 3 else (),
+        attends=tuple(arch.delta == "none" or config.layer_types[i] != DELTA_NET for i in range(layers)),
+        rotated=rotated,
+        delta=_delta_sizes(config, activation) if arch.delta != "none" else None,
         **sparse,
     )
 
@@ -155,20 +223,42 @@ def _window(config: Any, arch: Architecture, layer: int) -> int:
 
 def _experts(config: Any, layer: int) -> int:
     """Return the number of experts of this layer; 0: it has one dense block."""
-    sparse = layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0
+    step = getattr(config, "decoder_sparse_step", 1)
+    sparse = layer not in getattr(config, "mlp_only_layers", ()) and (layer + 1) % step == 0
     return int(config.num_experts) if sparse else 0
 
 
-def _axes(config: Any, arch: Architecture, head_dim: int) -> tuple[int, ...]:
-    """Return the axis of each frequency of RoPE, of frame, row and column; () if a token has one position."""
-    if arch.axes == "one":
-        return ()
+def _delta_sizes(config: Any, activation: str) -> DeltaSizes:
+    if activation != "silu":
+        raise UnsupportedModel(f"{activation} in delta nets: native computes silu")
+    return DeltaSizes(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim - 1,
+    )
+
+
+def _axes(config: Any, arch: Architecture, head_dim: int, rotated: int) -> tuple[int, ...]:
+    """Return the axis of each frequency of RoPE, of frame, row and column, that of what is not rotated included."""
     sections = config.rope_parameters.get("mrope_section")
-    if sections is None or len(sections) != 3 or sum(sections) != head_dim // 2:
-        raise UnsupportedModel(f"mrope_section={sections}: native divides {head_dim // 2} frequencies among 3 axes")
+    if sections is None or len(sections) != 3 or sum(sections) != rotated // 2:
+        raise UnsupportedModel(f"mrope_section={sections}: native divides {rotated // 2} frequencies among 3 axes")
     if arch.axes == "in sections":
-        return tuple(axis for axis, frequencies in enumerate(sections) for _ in range(frequencies))
-    return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(head_dim // 2))
+        found = tuple(axis for axis, frequencies in enumerate(sections) for _ in range(frequencies))
+    else:
+        found = tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(rotated // 2))
+    return found + (0,) * ((head_dim - rotated) // 2)
+
+
+def rotated_dim(config: Any, head_dim: int) -> int:
+    """Return the number of the first values of a head that RoPE rotates."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    dim = int(head_dim * rope.get(PARTIAL, 1.0))
+    if dim % 2 or head_dim % 2:
+        raise UnsupportedModel(f"rope_parameters={rope}: native rotates pairs of the {head_dim} values of a head")
+    return dim
 
 
 def rope_kinds(config: Any) -> list[str | None]:
@@ -182,20 +272,24 @@ def rotary_frequencies(config: Any, head_dim: int) -> tuple[Tensor, Tensor]:
     and sin."""
     config = config.get_text_config()
     made = [_frequencies(config, head_dim, kind) for kind in rope_kinds(config)]
+    if (rest := (head_dim - rotated_dim(config, head_dim)) // 2) and any(factor != 1.0 for _, factor in made):
+        raise UnsupportedModel(f"rope_parameters={config.rope_parameters}: native scales whole heads alone")
+    made = [(pad(f, (0, rest)), factor) for f, factor in made]  # a frequency of 0 does not rotate
     return torch.stack([f for f, _ in made]), torch.tensor([factor for _, factor in made])
 
 
 def _frequencies(config: Any, head_dim: int, layer_type: str | None) -> tuple[Tensor, float]:
     rope = dict((config.rope_parameters[layer_type] if layer_type else config.rope_parameters) or {})
     kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3", "yarn") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UnsupportedModel(f"rope_parameters={rope}: native computes full, length-independent RoPE")
+    dim = rotated_dim(config, head_dim)
+    if kind not in ("default", "linear", "llama3", "yarn") or int(head_dim * rope.get(PARTIAL, 1.0)) != dim:
+        raise UnsupportedModel(f"rope_parameters={rope}: native computes length-independent RoPE, of one width")
     if kind == "default":
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
         return 1.0 / (rope["rope_theta"] ** exponent), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     of_layer = {"layer_type": layer_type} if layer_type else {}
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **of_layer)
-    assert frequencies.shape == (head_dim // 2,), f"{kind} RoPE gave {tuple(frequencies.shape)}"
+    assert frequencies.shape == (dim // 2,), f"{kind} RoPE gave {tuple(frequencies.shape)}"
     return frequencies.float(), float(factor)

@@ -65,13 +65,20 @@ class WeightRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CodedRows:
-    """Rows of a quantised weight, by the operation `quantised_linear`. pairs: as in that operation."""
+    """Rows of a quantised weight, by the operation `quantised_linear`. pairs: as in that operation · order: of the
+    rows, if it is another one than theirs."""
 
     product: Call
     weight: QuantisedTensor
     pairs: int
+    order: Tensor | None
 
     def write(self, x: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> None:
+        if self.order is not None:
+            own = self.product(x, self.weight, None, None).index_select(1, self.order.to(x.device))
+            own = own if bias is None else own.add_(bias)
+            out.add_(own) if add else out.copy_(own)
+            return
         self.product(x, self.weight, bias, out, pairs=self.pairs, add=add)
 
 

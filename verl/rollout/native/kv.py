@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from verl.rollout.embedded.requests import PromptKey
 from verl.rollout.native.architecture import Shape
+from verl.rollout.native.delta import DeltaNet, States
 from verl.rollout.native.options import KEPT_KV_BYTES
 from verl.types import Medium
 
@@ -32,7 +34,8 @@ def round_up(tokens: Count, step: int) -> Count:
 
 class SlotCache:
     """The KV of the sequences that are decoded: `kv` [layers, 2, slots, K, capacity, D], one slot per sequence. Live
-    sequences have slots 0..n-1, so every read is one strided view.
+    sequences have slots 0..n-1, so every read is one strided view. The layers are those of attention; `states` has the
+    states of the others.
 
     Slots and capacity grow as needed, up to the given maxima; when one grows, the other is reduced to the need if it is
     far above it. With `exact_reads` nothing beyond a row's end is read, so memory is not touched before it is written.
@@ -43,6 +46,7 @@ class SlotCache:
     ) -> None:
         self._shape, self._dtype, self._device, self._exact_reads = shape, dtype, device, exact_reads
         self._max_slots, self._max_capacity = max_slots, round_up(max_tokens, GROW_STEP)
+        self.states: States | None = None
         self._bind(0, 0)
 
     def clear(self) -> int:
@@ -55,7 +59,7 @@ class SlotCache:
 
     @property
     def nbytes(self) -> int:
-        return self.kv.nbytes
+        return self.kv.nbytes + (0 if self.states is None else self.states.nbytes)
 
     def reserve(self, slots: int, tokens: int, live: int, ahead: int = 0) -> None:
         """Make room for `tokens` in each of `slots` slots. The first `live` slots keep their content. With
@@ -68,22 +72,34 @@ class SlotCache:
         grown = min(self._max_capacity, round_up(tokens * 3 // 2, GROW_STEP))
         whole = min(self._max_capacity, round_up(max(tokens, ahead), GROW_STEP))
         s = self._shape
-        bytes_per_token = s.layers * 2 * s.kv_heads * s.head_dim * self._dtype.itemsize
+        bytes_per_token = s.kv_layers * 2 * s.kv_heads * s.head_dim * self._dtype.itemsize
         if self._exact_reads and new_slots * whole * bytes_per_token <= AHEAD_BYTES:
             grown = max(grown, whole)
         elif tokens <= self._capacity <= FAR_ABOVE * tokens:
             grown = self._capacity
+        before = self.states
         self._bind(new_slots, grown)
         self.kv[:, :, :live, :, :kept] = old[:, :, :live, :, :kept]
+        if self.states is not None and before is not None and self.states is not before:
+            self.states.write(slice(live), before, slice(live))
 
-    def fill(self, lo: int, hi: int, kv: Tensor) -> None:
-        """Write a prompt's KV [layers, 2, K, P, D] into each of slots lo..hi-1."""
+    def fill(self, lo: int, hi: int, kv: Tensor, states: States | None) -> None:
+        """Write a prompt's KV [layers, 2, K, P, D], and the states after it, into each of slots lo..hi-1."""
         self.kv[:, :, lo:hi, :, : kv.shape[3]] = kv[:, :, None]
+        if self.states is not None and states is not None:
+            self.states.write(slice(lo, hi), states, 0)
 
     def move(self, sources: np.ndarray, holes: np.ndarray, tokens: int) -> None:
         """Copy the first `tokens` tokens of each slot of `sources` into the slot of `holes` at the same place."""
         for source, hole in zip(sources.tolist(), holes.tolist()):
             self.kv[:, :, hole, :, :tokens] = self.kv[:, :, source, :, :tokens]
+            if self.states is not None:
+                self.states.write(hole, self.states, source)
+
+    def recurrence(self, lo: int, rows: int) -> Callable[[int, DeltaNet, Tensor], Tensor] | None:
+        """Return the function that computes one token of the rows in slots lo.. by delta nets (`Recurrence`), and
+        updates their states; None if there are none."""
+        return None if self.states is None else partial(_next_token, self.states, slice(lo, lo + rows))
 
     def places(self, lo: int, positions: Tensor) -> Tensor:
         """Return the indices [n K] at which `write` puts the tokens at `positions` [n] of slots lo..lo+n-1, equal in
@@ -106,13 +122,19 @@ class SlotCache:
     def _bind(self, slots: int, capacity: int) -> None:
         """Allocate the memory of this size, and views of it by layer."""
         s = self._shape
+        if s.delta is not None and (self.states is None or slots != self.states.rows):
+            self.states = States.empty(s, slots, self._dtype, self._device)
         self._slots, self._capacity = slots, capacity
         # zeros where masked positions are multiplied by an exact 0, since 0 x NaN is NaN
         self.kv = (torch.empty if self._exact_reads else torch.zeros)(
-            s.layers, 2, slots, s.kv_heads, capacity, s.head_dim, dtype=self._dtype, device=self._device
+            s.kv_layers, 2, slots, s.kv_heads, capacity, s.head_dim, dtype=self._dtype, device=self._device
         )
         self._heads = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self.kv]  # [slots K, capacity, D]
         self._lines = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._heads]  # [slots K capacity, D]
+
+
+def _next_token(states: States, rows: slice, layer: int, net: DeltaNet, given: Tensor) -> Tensor:
+    return net.token(given, states.windows[layer, rows], states.sums[layer, rows])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,22 +145,31 @@ class Prefix:
     ids: np.ndarray  # [P]
     kv: Tensor  # [layers, 2, K, P, D]
     hidden: Tensor  # [hidden], after the final norm
+    states: States | None = None  # after its last token
 
     @property
     def nbytes(self) -> int:
-        return self.kv.nbytes + self.hidden.nbytes
+        return self.kv.nbytes + self.hidden.nbytes + (0 if self.states is None else self.states.nbytes)
+
+    @property
+    def cost(self) -> int:
+        """The number of tokens that have as many bytes of KV."""
+        tokens = len(self.ids)
+        return tokens if self.states is None else tokens + -(-self.states.nbytes * tokens // max(1, self.kv.nbytes))
 
     def heads(self) -> Iterator[Head]:
-        """Yield each beginning from which it can be continued, its whole length included."""
+        """Yield each beginning from which it can be continued, its whole length included. States are those after its
+        last token alone."""
         if len(self.ids) >= MIN_REUSE:
-            hashes = _prefix_hashes(self.ids)
-            for n in (*range(REUSE_STEP, len(self.ids), REUSE_STEP), len(self.ids)):
+            hashes, inner = _prefix_hashes(self.ids), range(REUSE_STEP, len(self.ids), REUSE_STEP)
+            for n in (*(inner if self.states is None else ()), len(self.ids)):
                 yield *self.key[:3], n, int(hashes[n - 1])
 
 
 class PrefixStore:
-    """Computed prompts of one weight version by parameter set, media, noise and ids. If there is no space, the least
-    recently used ones are dropped. A lookup hashes all beginnings of a prompt at once, and compares the ids of a match.
+    """Computed prompts of one weight version by parameter set, media, noise and ids. States take the room of the tokens
+    that have as many bytes of KV. If there is no space, the least recently used ones are dropped. A lookup hashes all
+    beginnings of a prompt at once, and compares the ids of a match.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -158,26 +189,27 @@ class PrefixStore:
             self._entries.move_to_end(key)
         return entry
 
-    def longest(self, key: PromptKey, ids: np.ndarray) -> Tensor | None:
-        """Return KV [layers, 2, K, P, D] of the longest stored proper prefix of `ids` that is worth continuing."""
+    def longest(self, key: PromptKey, ids: np.ndarray) -> tuple[Tensor, States | None] | None:
+        """Return KV [layers, 2, K, P, D] and states of the longest stored proper prefix of `ids` that is worth
+        continuing."""
         lengths = sorted((n for n in self._lengths if n < len(ids)), reverse=True)
         hashes = _prefix_hashes(ids) if lengths else ids
         for length in lengths:
             entry = self._heads.get((*key[:3], length, int(hashes[length - 1])))
             if entry is not None and np.array_equal(entry.ids[:length], ids[:length]):
                 self._entries.move_to_end(entry.key)
-                return entry.kv[:, :, :, :length]
+                return entry.kv[:, :, :, :length], entry.states
         return None
 
     def put(self, entry: Prefix) -> None:
         """Store a prompt, unless it is longer than the whole store."""
         assert entry.key not in self._entries, "a stored prompt was computed again"
-        if len(entry.ids) > self._max_tokens:
+        if entry.cost > self._max_tokens:
             return
-        while self.tokens + len(entry.ids) > self._max_tokens:
+        while self.tokens + entry.cost > self._max_tokens:
             self._drop(self._entries.popitem(last=False)[1])
         self._entries[entry.key] = entry
-        self.tokens += len(entry.ids)
+        self.tokens += entry.cost
         self.nbytes += entry.nbytes
         for head in entry.heads():
             if head not in self._heads:
@@ -190,7 +222,7 @@ class PrefixStore:
             self._drop(self._entries.pop(key))
 
     def _drop(self, entry: Prefix) -> None:
-        self.tokens -= len(entry.ids)
+        self.tokens -= entry.cost
         self.nbytes -= entry.nbytes
         for head in entry.heads():
             if self._heads.get(head) is entry:

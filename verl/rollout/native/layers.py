@@ -53,9 +53,21 @@ class Stacked:
     """The scales [E, ceil(N / 128), ceil(K / 128)] of weights in blocks of 8 bits."""
 
 
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """The expert that computes every row, times the sigmoid of a gate."""
+
+    block: FeedForward
+    gate: Linear
+    """The product [hidden] -> [1]."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.block(x).mul_(self.gate(x).sigmoid())
+
+
 class Experts:
     """A mixture of experts: each row is computed by the `chosen` experts with the highest router probabilities, and
-    these are the weights of their sum."""
+    these are the weights of their sum, to which a shared expert is added if there is one."""
 
     def __init__(
         self,
@@ -64,11 +76,12 @@ class Experts:
         chosen: int,
         normalised: bool,
         stacked: tuple[Stacked, Stacked] | None,
+        shared: SharedExpert | None,
     ) -> None:
         """`stacked`: the weights up [E, 2 ffn, hidden] and down [E, hidden, ffn] of all experts, if each is one
         tensor."""
         self.router, self.experts, self.chosen, self.normalised = router, experts, chosen, normalised
-        self.stacked = stacked
+        self.stacked, self.shared = stacked, shared
 
     def routed(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of the chosen experts, float32 [T, k], and their indices [T, k], for x [T, hidden]."""
@@ -95,7 +108,7 @@ class Experts:
                 out = self.expert(i, rows)(x.index_select(0, rows))
                 mixed.index_add_(0, rows, out.mul_(share[start : start + n]))
                 start += n
-        return residual.add_(mixed)
+        return residual.add_(mixed if self.shared is None else mixed.add_(self.shared(x)))
 
 
 def add_normed(residual: Tensor, block: Linear | FeedForward | Experts, x: Tensor, norm: Norm | None) -> Tensor:

@@ -19,6 +19,7 @@ from verl.accel.linear import Layers
 from verl.accel.operations import Call
 from verl.rollout.embedded.features import SeenImages, packed
 from verl.rollout.native.architecture import Shape, rotary_frequencies, shape_of
+from verl.rollout.native.delta import DeltaNet, PromptStates, States
 from verl.rollout.native.kv import SlotCache
 from verl.rollout.native.layers import add_normed
 from verl.rollout.native.sets import GroupedRows, SetRows, adapted
@@ -26,7 +27,9 @@ from verl.rollout.native.weights import Layer, Weights
 
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
 Attention = Callable[[int, Layer, Tensor], Tensor]
-"""A function of (index of the layer, the layer, qkv [T, (H + 2K) D]) that returns the mixed values [T, H D]."""
+"""A function of (index of the layer's KV, the layer, qkv [T, (H + 2K) D]) that returns the mixed values [T, H D]."""
+Recurrence = Callable[[int, DeltaNet, Tensor], Tensor]
+"""A function of (index of the net's states, the net, what its product returns) that returns its outputs [T, H V]."""
 
 
 class RotaryTable:
@@ -56,11 +59,13 @@ class RotaryTable:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive tokens of one prompt. `past` is the KV [layers, 2, K, P, D] of all tokens before them."""
+    """Consecutive tokens of one prompt. `past` is the KV [layers, 2, K, P, D] of all tokens before them, of the layers
+    with KV."""
 
     ids: Tensor  # [t]
     past: Tensor
     seen: SeenImages | None = None  # the images of these tokens
+    states: States | None = None  # those after all tokens before them, which become those after these
 
     @property
     def span(self) -> tuple[int, int]:
@@ -89,20 +94,40 @@ class Model:
         return self.live.params / (4 * self.shape.layers + 1)
 
     def forward(
-        self, ids: Tensor, attention: Attention, sets: SetRows | None, seen: SeenImages | None = None
+        self,
+        ids: Tensor,
+        attention: Attention,
+        sets: SetRows | None,
+        seen: SeenImages | None = None,
+        recurrence: Recurrence | None = None,
     ) -> Tensor:
-        """Return the final hidden states [T, hidden] of ids [T]. Prefill and decode differ only in `attention`. sets:
-        the LoRA sets of these tokens, if any has one · seen: their images."""
+        """Return the final hidden states [T, hidden] of ids [T]. Prefill and decode differ only in `attention` and
+        `recurrence`. sets: the LoRA sets of these tokens, if any has one · seen: their images · recurrence: None if no
+        layer is a delta net"""
         weights = self.live
         x = weights.embedded(ids)
         if seen is not None:
             seen.replace_in(x)
         for i, layer in enumerate(adapted(layer, i, sets) for i, layer in enumerate(weights.layers)):
-            x = add_normed(x, layer.out, attention(i, layer, layer.qkv(layer.norm(x))), layer.out_norm)
+            given = layer.qkv(layer.norm(x))
+            if layer.delta is None:
+                mixed = self._attended(attention, layer, given)
+            else:
+                assert recurrence is not None
+                mixed = recurrence(layer.kv, layer.delta, given)
+            x = add_normed(x, layer.out, mixed, layer.out_norm)
             x = add_normed(x, layer.mlp, layer.mlp_norm(x), layer.mlp_out_norm)
             if seen is not None and i < len(seen.deeper):
                 seen.add_to(x, i)
         return weights.norm(x)
+
+    def _attended(self, attention: Attention, layer: Layer, given: Tensor) -> Tensor:
+        """Return the mixed values [T, H D], each head times its gate if there are gates."""
+        if not self.shape.arch.gated:
+            return attention(layer.kv, layer, given)
+        values = self.shape.heads * self.shape.head_dim
+        q, gate, kv = given.split((values, values, given.shape[1] - 2 * values), 1)
+        return attention(layer.kv, layer, torch.cat([q, kv], 1)).mul_(gate.sigmoid())
 
     def split_heads(self, qkv: Tensor, layer: Layer, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, H, D] and k [T, K, D], normalised and rotated, and v [T, K, D] from qkv [T, (H + 2K) D]."""
@@ -144,7 +169,7 @@ class Model:
                 mixed.append(_attend_rows(q[rows], keys, values, bias, s.query_scale, s.attention_cap))
             return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).view(n, -1)
 
-        return self.forward(tokens, attention, sets)
+        return self.forward(tokens, attention, sets, recurrence=cache.recurrence(lo, n))
 
     def decode_exact(
         self,
@@ -168,7 +193,7 @@ class Model:
             mixed: Tensor = attend(*given, window=layer.window)
             return mixed
 
-        return self.forward(tokens, attention, sets)
+        return self.forward(tokens, attention, sets, recurrence=cache.recurrence(lo, len(tokens)))
 
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk], sets: SetRows | None = None) -> tuple[Tensor, Tensor]:
@@ -181,7 +206,10 @@ class Model:
         positions = torch.cat([torch.arange(*span) for span in spans]).to(self.device)
         rotary = self.rotary.at(seen.positions if seen is not None and s.axes else positions)
         plan = PrefillAttention(chunks, s, self.device, self.prompt_attention)
-        kv = self.live.embed.new_empty(s.layers, 2, s.kv_heads, len(positions), s.head_dim)
+        kv = self.live.embed.new_empty(s.kv_layers, 2, s.kv_heads, len(positions), s.head_dim)
+        states, before = None, [chunk.states for chunk in chunks if chunk.states is not None]
+        if s.delta is not None:
+            states = PromptStates([len(chunk.ids) for chunk in chunks], before, self.device).run
 
         def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
             q, k, v = self.split_heads(qkv, layer, rotary)
@@ -189,7 +217,7 @@ class Model:
             kv[i, 1].copy_(v.transpose(0, 1))
             return plan.attend(i, layer.window, q, k, v).flatten(1)
 
-        return kv, self.forward(torch.cat([c.ids for c in chunks]), attention, sets, seen)
+        return kv, self.forward(torch.cat([c.ids for c in chunks]), attention, sets, seen, states)
 
     @torch.inference_mode()
     def prefill_joined(

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from verl.rollout.native.architecture import Shape
-from verl.rollout.native.weights import Weights, input_norms
+from verl.rollout.native.projections import input_norms
+from verl.rollout.native.weights import Weights
 from verl.rollout.noise import NoiseSchedule
 
 

@@ -21,6 +21,7 @@ class NativeOps:
     sample: Call
     slot_attention: Call | None
     """None if no kernel exists: torch computes attention for blocks of rows then."""
+    delta_step: Call
     products: Products
     """The layout of the weights of matrix products, with its kernel."""
     float32_linear: Call | None
@@ -89,12 +90,12 @@ def choose_ops(
     result of a row does not depend on the other rows. `float32_head`: the head's product and the logits are float32.
     `block_linear`: the product with projections in blocks of 8 bits."""
     use, without = Use(device, dtype), () if compiled else (COMPILED,)
-    names = ("rms_norm", "gated", "linear", "quantised_linear")
-    norm, gated, linear, coded = (choose(name, use, without=without) for name in names)
+    names = ("rms_norm", "gated", "linear", "quantised_linear", "delta_step")
+    norm, gated, linear, coded, delta = (choose(name, use, without=without) for name in names)
     exact_head = float32_head and dtype != torch.float32
     sample = choose("sample", replace(use, dtype=torch.float32) if exact_head else use, without=without)
     attention = choose("slot_attention", use, without=without)
-    assert norm and gated and sample and linear and coded, "torch computes these in every dtype"
+    assert norm and gated and sample and linear and coded and delta, "torch computes these in every dtype"
     layout: Products = products or linear.call()
     exact = choose("exact_linear", use) if exact_rows and products is None and not layout.exact_rows else None
     head = choose("float32_linear", use) if exact_head else None
@@ -103,6 +104,7 @@ def choose_ops(
         gated=gated.call,
         sample=sample.call,
         slot_attention=None if attention is None else attention.call,
+        delta_step=delta.call,
         products=layout if exact is None else exact.call(),
         float32_linear=None if head is None else head.call,
         block_linear=None if block_linear is None else partial(block_linear, exact_rows=exact_rows),

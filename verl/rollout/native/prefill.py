@@ -16,6 +16,7 @@ from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.rollout.embedded.features import EncodedImages, SeenImages
 from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.requests import ActiveRequest, PromptKey
+from verl.rollout.native.delta import States
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.model import Chunk, Model
 from verl.rollout.native.options import Options
@@ -43,6 +44,8 @@ class Job:
     """True if the prompt is put into the prefix store."""
     seen: SeenImages | None
     """Its images."""
+    states: States | None
+    """The states after the first `done` tokens."""
     entry: Prefix | None = None
     """The computed prompt; None until the last pass."""
 
@@ -55,7 +58,7 @@ class Job:
         done, self.done = self.done, self.done + kv.shape[3]
         self.kv[:, :, :, done : self.done] = kv
         if self.done == len(self.ids):
-            self.entry = Prefix(self.key, self.ids, self.kv, hidden.clone())
+            self.entry = Prefix(self.key, self.ids, self.kv, hidden.clone(), self.states)
 
 
 Part = tuple[Job, int]
@@ -118,10 +121,10 @@ class Prefiller:
     def hidden_states(self, ids: Tensor, name: str, images: RequestImages | None) -> Iterator[Tensor]:
         """Yield the final hidden states of the sequence ids [t] under a parameter set, `max_prefill_tokens` tokens at a
         time. images: those of the whole sequence."""
-        kv, seen = self._empty(0), self._seen(images, len(ids))
+        kv, seen, states = self._empty(0), self._seen(images, len(ids)), self._no_states()
         for chunk in ids.split(self._max_prefill_tokens):
             sets, done = self._sets.grouped(np.full(len(chunk), self._sets.number(name))), kv.shape[3]
-            mine = Chunk(chunk, kv, None if seen is None else seen.part(done, done + len(chunk)))
+            mine = Chunk(chunk, kv, None if seen is None else seen.part(done, done + len(chunk)), states)
             new, hidden = self._lanes.wide(partial(self._model.prefill, [mine], sets))
             kv = torch.cat([kv, new], dim=3)
             yield hidden
@@ -135,7 +138,12 @@ class Prefiller:
 
     def _empty(self, tokens: int) -> Tensor:
         s = self._model.shape
-        return torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim, dtype=self._dtype, device=self._model.device)
+        return torch.empty(s.kv_layers, 2, s.kv_heads, tokens, s.head_dim, dtype=self._dtype, device=self._model.device)
+
+    def _no_states(self) -> States | None:
+        """Return the states before a first token; None if the model has none."""
+        s = self._model.shape
+        return None if s.delta is None else States.empty(s, 1, self._dtype, self._model.device)
 
     def _start(self, request: ActiveRequest, key: PromptKey) -> Job:
         """Return the job of a prompt. It begins after the longest stored prefix, if results may depend on the cache."""
@@ -143,13 +151,14 @@ class Prefiller:
         kv = self._empty(len(ids))
         # continuing a stored prefix rounds differently than computing the whole
         past = None if self._deterministic else self.store.longest(key, ids)
-        done = 0
+        done, states = 0, self._no_states()
         if past is not None:
-            done = past.shape[3]
-            kv[:, :, :, :done] = past
+            done = past[0].shape[3]
+            kv[:, :, :, :done] = past[0]
+            states = None if past[1] is None else past[1].copy()
         self.counts["reused_tokens"] += done
         seen = self._seen(request.images, len(ids))
-        return Job(key, ids, kv, done, cached=done, keep=not len(request.ids), seen=seen)
+        return Job(key, ids, kv, done, cached=done, keep=not len(request.ids), seen=seen, states=states)
 
     def advance(self) -> None:
         """Run one pass, of at most `max_prefill_tokens` tokens."""
@@ -213,7 +222,9 @@ class Prefiller:
         for short, same in groupby(sorted(part, key=width), key=width):
             items = list(same)
             ids = [torch.from_numpy(job.ids[job.done : job.done + n]).to(model.device) for job, n in items]
-            chunks = [Chunk(new, job.kv[:, :, :, : job.done], job.part(n)) for new, (job, n) in zip(ids, items)]
+            chunks = [
+                Chunk(new, job.kv[:, :, :, : job.done], job.part(n), job.states) for new, (job, n) in zip(ids, items)
+            ]
             numbers = [np.full(n, self._sets.number(job.key[0])) for job, n in items]
             sets = self._sets.grouped(np.concatenate(numbers))
             if joined is not None and short:

@@ -90,7 +90,7 @@ class NativeRunner:
         self._tower = tower_of(context.hf_config, self.compute_dtype, device)
         prompts = choose("prompt_attention", self._use())
         self.model.prompt_attention = None if prompts is None else prompts.call
-        in_pages = device.type == "cuda" if paged is None else paged
+        in_pages = (device.type == "cuda" if paged is None else paged) and self.model.shape.delta is None
         chosen = (
             choose_decode_ops(self._use()) if in_pages and device.type == "cuda" and decode_ops is None else decode_ops
         )
@@ -142,6 +142,8 @@ class NativeRunner:
             raise Refused(f"rollout.dtype=fp8 on {self._device}: {found}; set rollout.dtype=bfloat16")
         if self._tower is not None:
             raise Refused("rollout.dtype=fp8: the vision tower is not computed in 8 bits; set rollout.dtype=bfloat16")
+        if self.model.shape.delta is not None:
+            raise Refused("rollout.dtype=fp8: delta nets are not computed in 8 bits; set rollout.dtype=bfloat16")
         return found
 
     def _make_cache(
@@ -347,11 +349,13 @@ class NativeRunner:
         self._longest = max(self._longest if resident else 0, *(len(entry.ids) for entry in ready))
         if self._paged is None:
             self._reserve(resident + len(ready), live=resident)
-        cache = self._cache if self._paged is None else self._paged.cache
         lo = resident
         for entry, run in groupby(ready):  # the requests of a group are neighbours: one copy for all of them
             hi = lo + sum(1 for _ in run)
-            cache.fill(lo, hi, entry.kv)
+            if self._paged is None:
+                self._cache.fill(lo, hi, entry.kv, entry.states)
+            else:
+                self._paged.cache.fill(lo, hi, entry.kv)
             lo = hi
         distinct = {id(entry): entry for entry in ready}
         place = {key: i for i, key in enumerate(distinct)}

@@ -21,8 +21,9 @@ from verl.errors import Refused
 from verl.nn.lora import LowRank, fitted
 from verl.parameter_set import ParameterSet
 from verl.rollout.native.architecture import Shape
-from verl.rollout.native.layers import Experts, FeedForward
-from verl.rollout.native.weights import Layer, Projections, expert_tensors, interleaved, projections
+from verl.rollout.native.layers import Experts, FeedForward, SharedExpert
+from verl.rollout.native.projections import Projections, expert_tensors, interleaved, projections
+from verl.rollout.native.weights import Layer
 
 NO_SET = -1
 """The number of the set of a row that has none."""
@@ -62,23 +63,31 @@ def adapted(layer: Layer, i: int, rows: SetRows | None) -> Layer:
         added = rows.added(f"{i}.{key}")
         return base if added is None else Adapted(base, added)
 
+    def block(key: str, mlp: FeedForward) -> FeedForward:
+        return FeedForward(made(key + "up", mlp.up), made(key + "down", mlp.down), mlp.activation, mlp.gated)
+
     mlp = layer.mlp
     if isinstance(mlp, FeedForward):
-        mlp = FeedForward(made("up", mlp.up), made("down", mlp.down), mlp.activation, mlp.gated)
-    elif isinstance(rows, GroupedRows) and rows.has_experts:
-        mlp = AdaptedExperts(mlp, i, rows)
+        mlp = block("", mlp)
+    elif isinstance(rows, GroupedRows) and (rows.has_experts or mlp.shared is not None):
+        of_all = mlp.shared
+        if of_all is not None:
+            of_all = SharedExpert(block("shared_", of_all.block), made("shared_gate", of_all.gate))
+        mlp = AdaptedExperts(mlp, i, rows, of_all)
     return replace(layer, qkv=made("qkv", layer.qkv), out=made("out", layer.out), mlp=mlp)
 
 
 class AdaptedExperts(Experts):
     """The experts of layer i, to whose products the factors of LoRA sets are added."""
 
-    def __init__(self, base: Experts, i: int, rows: GroupedRows) -> None:
-        super().__init__(base.router, base.experts, base.chosen, base.normalised, None)
+    def __init__(self, base: Experts, i: int, rows: GroupedRows, shared: SharedExpert | None) -> None:
+        super().__init__(base.router, base.experts, base.chosen, base.normalised, None, shared)
         self._layer, self._rows = i, rows
 
     def expert(self, number: int, rows: Tensor) -> FeedForward:
         one = self.experts[number]
+        if not self._rows.has_experts:
+            return one
 
         def made(name: str, base: Linear) -> Linear:
             return Adapted(base, partial(self._rows.add_of_expert, f"{self._layer}.{name}.{number}", rows))
@@ -141,6 +150,9 @@ def fused_factors(one: Projections, factors: Mapping[str, LowRank], half: int) -
     blocks = [None if low is None else low.b for low in mine]
     for i, block in enumerate(blocks[: one.rotated]):
         blocks[i] = None if block is None else interleaved(block, half)
+    for i, order in enumerate(one.orders):
+        block = blocks[i]
+        blocks[i] = block if block is None or order is None else block.index_select(0, order.to(block.device))
     return Fused(a, tuple(blocks), tuple(rows for _, rows in one.parts))
 
 
@@ -156,7 +168,9 @@ def packed_factors(one: Projections, factors: Mapping[str, LowRank], half: int, 
         a.fill(torch.zeros_like(some.a) if low is None else low.a.contiguous(), first=i * rank)
         block = None if low is None else products.empty(*low.b.shape)
         if block is not None and low is not None:
-            block.fill(low.b.contiguous(), pairs=half if i < one.rotated else 0)
+            order = one.order(i)
+            b = low.b.contiguous() if order is None else low.b.index_select(0, order)
+            block.fill(b, pairs=half if i < one.rotated else 0)
         blocks.append(block)
     return Factors(a, tuple(blocks), tuple(rows for _, rows in one.parts))
 

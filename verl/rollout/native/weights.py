@@ -3,7 +3,7 @@ per version."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -12,12 +12,21 @@ from torch import Tensor
 
 from verl.accel.linear import Blocks, DecoderSizes, FilledLinear, LayerParts, Layers, Linear, Products
 from verl.nn.fp8 import SCALES, VALUES, in_blocks, scales_shape
-from verl.parameter_set import DOWN, GATE_UP
 from verl.rollout.embedded.receive import Destination
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.codes import CodedRows, CodesReader, PlainRows, RowsProduct, WeightRows
-from verl.rollout.native.layers import Experts, FeedForward, Norm, Stacked
+from verl.rollout.native.delta import DeltaNet
+from verl.rollout.native.layers import Experts, FeedForward, Norm, SharedExpert, Stacked
 from verl.rollout.native.ops import NativeOps
+from verl.rollout.native.projections import (
+    Projections,
+    as_halves,
+    expert_tensors,
+    head_order,
+    input_norms,
+    interleaved,
+    projections,
+)
 from verl.rollout.native.tower import Tower
 from verl.wire import FP8_BLOCK
 
@@ -38,6 +47,8 @@ class Layer:
     mlp_out_norm: Norm | None
     window: int
     rope: int
+    kv: int  # its index among the layers of attention, or among the delta nets
+    delta: DeltaNet | None  # in place of attention; `qkv` is then its product, and `out` its output
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,41 +93,6 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True)
-class Projections:
-    """Linear layers of a model with one input, which are one product here."""
-
-    key: str
-    """The name of the product."""
-    parts: tuple[tuple[str, int], ...]
-    """The HF name and the number of rows of each, one below the other."""
-    width: int
-    bias: bool = False
-    rotated: int = 0
-    """The rows of the first ones are RoPE pairs, which are interleaved."""
-
-
-def projections(s: Shape, layer: int) -> Iterator[Projections]:
-    """Yield the products of a decoder layer, in the order of its computation, without those of experts."""
-    key, at = f"{layer}.", f"{s.prefix}layers.{layer}."
-    q, kv = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    heads = (at + "self_attn.q_proj", q), (at + "self_attn.k_proj", kv), (at + "self_attn.v_proj", kv)
-    yield Projections(key + "qkv", heads, s.hidden, s.qkv_bias, rotated=2)
-    yield Projections(key + "out", ((at + "self_attn.o_proj", s.hidden),), q, s.out_bias)
-    if s.experts[layer]:
-        yield Projections(key + "router", ((at + "mlp.gate", s.experts[layer]),), s.hidden)
-        return
-    both = (at + "mlp.gate_proj", s.ffn), (at + "mlp.up_proj", s.ffn)
-    yield Projections(key + "up", both, s.hidden, s.mlp_bias)
-    yield Projections(key + "down", ((at + "mlp.down_proj", s.hidden),), s.ffn, s.mlp_bias)
-
-
-def input_norms(s: Shape, layer: int) -> tuple[str, str]:
-    """Return the names of the norms on the input of attention and of the feed-forward block."""
-    at = f"{s.prefix}layers.{layer}."
-    return at + "input_layernorm", at + ("pre_feedforward_layernorm" if s.arch.gemma else "post_attention_layernorm")
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
     """A projection of a product that is computed projection by projection, since some of them have codes."""
 
@@ -127,14 +103,8 @@ class Part:
     width: int
     pairs: int
     """The D/2 pairs of each head whose rows are put side by side; 0: none are."""
-
-
-def expert_tensors(s: Shape, layer: int) -> Iterator[tuple[str, str, tuple[int, int, int]]]:
-    """Yield (HF name, name of the products, shape [experts, rows, width]) of the tensors of a layer's experts."""
-    if experts := s.experts[layer]:
-        at = f"{s.prefix}layers.{layer}.mlp.experts."
-        yield at + GATE_UP, f"{layer}.up", (experts, 2 * s.expert_ffn, s.hidden)
-        yield at + DOWN, f"{layer}.down", (experts, s.hidden, s.expert_ffn)
+    order: Tensor | None
+    """The order in which its rows are written, if it is another one."""
 
 
 @dataclass(slots=True)
@@ -207,18 +177,34 @@ class Storage:
             self._fuse(one)
         for name, own, shape in expert_tensors(s, layer):
             self._each(own, shape, name)
+        if not s.attends[layer]:
+            return self._delta_net(key, at + "linear_attn.")
         if s.arch.qk_norm:
             table = self._new(key + "qk_norm", (s.heads + s.kv_heads, dim), norm=True)
-            for name, rows in (("q", table[: s.heads]), ("k", table[s.heads :])):
-                halves, plus = _as_halves(rows.view(-1, dim // 2, 2)), float(s.arch.gemma)  # all heads share one norm
-                at_norm = f"{at}self_attn.{name}_norm.weight"
-                self.destinations[at_norm] = Destination((dim,), halves, (2, dim // 2), self.dtype, plus)
+            for name, rows in (("q", table[: s.heads]), ("k", table[s.heads :])):  # all heads share one norm
+                settings = self.dtype, s.arch.norm_offset
+                into = Destination((dim,), rows, (dim,), *settings, order=head_order(dim, s.rotated))
+                self.destinations[f"{at}self_attn.{name}_norm.weight"] = into
+
+    def _delta_net(self, key: str, at: str) -> None:
+        """Allocate the tensors of a delta net besides its products."""
+        sizes = self.shape.delta
+        assert sizes is not None
+        taps = self._new(key + "conv", (sizes.window + 1, sizes.channels))
+        copied_as = (sizes.channels, sizes.window + 1)
+        self.destinations[at + "conv1d.weight"] = Destination(
+            (sizes.channels, 1, sizes.window + 1), taps.t(), copied_as, self.dtype
+        )
+        for name, own in (("A_log", "decays"), ("dt_bias", "steps")):
+            into = self._new(key + own, (sizes.heads,), dtype=torch.float32)
+            self.destinations[at + name] = Destination((sizes.heads,), into, (sizes.heads,), self.dtype)
+        self._own(key + "gated_norm", (sizes.value_dim,), at + "norm.weight")
 
     def _norm(self, key: str, name: str) -> None:
         """Allocate the weight of a norm [hidden]."""
         size = (self.shape.hidden,)
         into = self._new(f"{key}.weight", size, norm=True)
-        self.destinations[f"{name}.weight"] = Destination(size, into, size, self.dtype, float(self.shape.arch.gemma))
+        self.destinations[f"{name}.weight"] = Destination(size, into, size, self.dtype, self.shape.arch.norm_offset)
 
     def _fuse(self, one: Projections) -> None:
         """Allocate one matrix for several projections, one below the other."""
@@ -232,8 +218,9 @@ class Storage:
             self.products[key] = product
             for i, (name, n) in enumerate(parts):
                 pack = partial(product.fill, first=start, pairs=half if i < rotated else 0)
-                shape = (n, width)
-                self.destinations[f"{name}.weight"] = Destination(shape, product.memory, shape, self.dtype, pack=pack)
+                shape, order = (n, width), one.order(i)
+                made = Destination(shape, product.memory, shape, self.dtype, pack=pack, order=order)
+                self.destinations[f"{name}.weight"] = made
                 start += n
         kinds = [("weight", (width,))] if self.layout is None and not apart else []
         in_8_bits = self.blocks and in_blocks(parts[0][0], (rows, width))
@@ -245,9 +232,11 @@ class Storage:
             for i, (name, n) in enumerate(parts):
                 into, copied_as = whole[start : start + n], (n, *tail)
                 if i < rotated:
-                    into = _as_halves(into.unflatten(0, (-1, half, 2)))
+                    into = as_halves(into.unflatten(0, (-1, half, 2)))
                     copied_as = tuple(into.shape)
-                self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, dtype)
+                self.destinations[f"{name}.{kind}"] = Destination(
+                    (n, *tail), into, copied_as, dtype, order=one.order(i)
+                )
                 start += n
 
     def _part(self, one: Projections, i: int) -> Part:
@@ -256,9 +245,10 @@ class Storage:
         (name, rows), key, rotated = one.parts[i], f"{one.key}.{i}", i < one.rotated
         coded = f"{name}.weight" in self.coded
         if not coded:
-            self._fuse(Projections(key, ((name, rows),), one.width, rotated=int(rotated)))
+            orders = (one.order(i),)
+            self._fuse(Projections(key, ((name, rows),), one.width, rotated=int(rotated), orders=orders))
         pairs = self.shape.head_dim // 2 if rotated else 0
-        return Part(f"{name}.weight" if coded else key, coded, rows, one.width, pairs)
+        return Part(f"{name}.weight" if coded else key, coded, rows, one.width, pairs, one.order(i))
 
     def _scales_of(self, key: str, parts: Sequence[tuple[str, int]], width: int, rotated: int) -> None:
         """Allocate the scales of projections that are fused, and note the row of the scales of each of their rows, in
@@ -299,7 +289,7 @@ class Storage:
     def _new(self, key: str, shape: tuple[int, ...], norm: bool = False, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate a tensor in `dtype`; None: in the dtype of products. Norms are float32 with `exact_norms`, where 1
         is added to them, and on a CPU, for its kernels."""
-        exact = norm and (self.exact_norms or self.shape.arch.gemma or self.device.type == "cpu")
+        exact = norm and (self.exact_norms or bool(self.shape.arch.norm_offset) or self.device.type == "cpu")
         kept = torch.float32 if exact else dtype or self.compute_dtype
         self.tensors[key] = torch.empty(shape, dtype=kept, device=self.device)
         return self.tensors[key]
@@ -308,19 +298,6 @@ class Storage:
 def _lines(rows: int, device: torch.device) -> Tensor:
     """Return for each row of a weight the row of the scales of its blocks, int32 [rows]."""
     return torch.arange(rows, dtype=torch.int32, device=device) // FP8_BLOCK
-
-
-def _as_halves(pairs: Tensor) -> Tensor:
-    """Return the view [heads, 2, D/2, ...] of pairs [heads, D/2, 2, ...], in which HF stores a head: it rotates (i, i +
-    D/2). As neighbours a pair is one complex number; query and key are permuted alike, so dot products are
-    unchanged."""
-    return pairs.transpose(1, 2)
-
-
-def interleaved(rows: Tensor, half: int) -> Tensor:
-    """Return rows [n, ...] of a projection, in the order of HF, in the order of the fused weights: the two halves of
-    each head as pairs. half: D/2."""
-    return rows.unflatten(0, (-1, 2, half)).transpose(1, 2).flatten(0, 2)
 
 
 def _fill_each(weight: Tensor, products: list[FilledLinear]) -> None:
@@ -384,7 +361,7 @@ class Maker:
         if not part.coded:
             return PlainRows(self.named(part.key))
         assert self._codes is not None
-        return CodedRows(self._ops.quantised_linear, self._codes.weight(part.key), part.pairs)
+        return CodedRows(self._ops.quantised_linear, self._codes.weight(part.key), part.pairs, part.order)
 
     def mlp(self, i: int) -> FeedForward | Experts:
         """Return the feed-forward block of layer i."""
@@ -394,7 +371,20 @@ class Maker:
         (ups, up), (downs, down) = self._each(f"{i}.up", s.experts[i]), self._each(f"{i}.down", s.experts[i])
         each = tuple(FeedForward(a, b, s.activation, ops.gated) for a, b in zip(ups, downs, strict=True))
         stacked = (up, down) if up is not None and down is not None and ops.products.keeps else None
-        return Experts(self.named(f"{i}.router"), each, s.chosen_experts, s.normalised_experts, stacked)
+        given = each, s.chosen_experts, s.normalised_experts, stacked
+        return Experts(self.named(f"{i}.router"), *given, self._shared(f"{i}.shared_") if s.shared_ffn else None)
+
+    def _shared(self, key: str) -> SharedExpert:
+        up, down, gate = (self.named(key + name) for name in ("up", "down", "gate"))
+        return SharedExpert(FeedForward(up, down, self._storage.shape.activation, self._ops.gated), gate)
+
+    def delta_net(self, i: int) -> DeltaNet | None:
+        """Return the delta net of layer i; None: it is attention."""
+        sizes, t = self._storage.shape.delta, self._tensors
+        if sizes is None or self._storage.shape.attends[i]:
+            return None
+        taps, decays, steps, norm = (t[f"{i}.{name}"] for name in ("conv", "decays", "steps", "gated_norm"))
+        return DeltaNet(sizes, taps, decays, steps, norm, self._storage.shape.eps, self._ops.delta_step)
 
     def _each(self, key: str, experts: int) -> tuple[list[Linear], Stacked | None]:
         """Return the products of each expert, and their weights as one tensor if they were received as one."""
@@ -435,6 +425,8 @@ def weights_of(storage: Storage, ops: NativeOps, codes: CodesReader | None = Non
             mlp_out_norm=storage.norm(f"{i}.mlp_out_norm", ops) if s.arch.gemma else None,
             window=s.windows[i],
             rope=s.ropes[i],
+            kv=sum(same == s.attends[i] for same in s.attends[:i]),
+            delta=make.delta_net(i),
         )
         for i in range(s.layers)
     )
@@ -464,9 +456,11 @@ def weights_of(storage: Storage, ops: NativeOps, codes: CodesReader | None = Non
 
 
 def join_layers(layers: tuple[Layer, ...], s: Shape, layout: Products) -> Layers | None:
-    """Return the function that computes all layers in one call, or None if this layout has none or the model has
-    experts."""
+    """Return the function that computes all layers in one call, or None if this layout has none, or the model has
+    experts, gates or delta nets."""
     parts = []
+    if s.arch.gated or s.delta is not None:
+        return None
     for layer in layers:
         if not isinstance(layer.mlp, FeedForward):
             return None
