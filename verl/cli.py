@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from verl.track.console import LiveProgress
 
 Supervised = Literal["sft", "rm", "dpo"]
-PLACEMENT = ("cluster_file", "aim", "mean_tokens", "deadline_s")
+PLACEMENT = ("cluster_file", "aim", "mean_tokens", "sigma", "deadline_s")
 """Arguments of `verl plan` about the placement of roles on a cluster."""
 USAGE = """usage: verl VERB [key=value ...]
 
@@ -349,8 +349,10 @@ def plan_verb(args: list[str]) -> int:
 
 def _print_placement(config: Config, given: Mapping[str, str]) -> None:
     """Print the best placement on the cluster of a file, if one is given."""
+    from verl.config.devices import colocated
     from verl.planner.hardware import read_cluster
-    from verl.planner.placement import AIMS, best_placements, render, smallest_cluster, work_of
+    from verl.planner.placement import AIMS, best_placements, paced, render, smallest_cluster, work_of
+    from verl.planner.simulate import lognormal
 
     if not (named := [key for key in PLACEMENT if key in given]):
         return
@@ -368,6 +370,10 @@ def _print_placement(config: Config, given: Mapping[str, str]) -> None:
         found = smallest_cluster(config, cluster, work, deadline_s)
     else:
         found = best_placements(config, cluster, work, aim)
+    if "sigma" in given or not colocated(config):
+        sigma = _number("sigma", given.get("sigma", "0"), "of the logarithm of the lengths of answers", zero=True)
+        lengths = lognormal(work.response_tokens, sigma, config.rollout.max_response_tokens)
+        found = paced(config, found, work, lengths)
     print(render(config, found, work))
 
 

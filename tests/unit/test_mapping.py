@@ -43,17 +43,20 @@ from verl.planner.mapping import (
     partitions,
     placements,
     stages_of,
+    step_of,
     times_of,
 )
 from verl.planner.placement import (
     best_placements,
     corners,
     overrides,
+    paced,
     planned_roles,
     seconds_on,
     smallest_cluster,
     work_of,
 )
+from verl.planner.simulate import lognormal
 
 SIZE = ModelSize(parameters=8e9, active_parameters=8e9, layers=32, hidden=4096, kv_width=1024)
 WORK = StepWork(sequences=256, prompt_tokens=512, response_tokens=512, updates=2)
@@ -386,3 +389,48 @@ def test_an_update_without_recomputation_or_gradients_of_weights_has_fewer_produ
         for more in ({}, {"recomputed": False}, {"recomputed": False, "weight_gradients": False})
     )
     assert kept == pytest.approx(whole * 3 / 4) and lora == pytest.approx(whole / 2)
+
+
+# -- rollout beside training -------------------------------------------------------------------------------------------
+
+
+def test_a_step_beside_its_rollout_is_the_slower_of_the_two() -> None:
+    roles = (role("engines", "generate"), role("actor", "train"), role("ref", "infer"))
+    assert stages_of(roles) == ("answers", "update", "experience")
+    assert step_of(roles, overlap=False)((5.0, 2.0, 1.0)) == 8
+    assert step_of(roles, overlap=True)((5.0, 2.0, 1.0)) == 5 and step_of(roles, overlap=True)((2.0, 2.0, 1.0)) == 3
+    cluster = [nodes(2)]
+    found = placements(roles, cluster, times_of(roles, cluster, Rules(work=WORK)), overlap=True)
+    assert found and all(("engines",) in [one.roles for one in each.sets] for each in found)
+    together = placements(roles, cluster, times_of(roles, cluster, Rules(work=WORK)))
+    assert {len(each.sets) for each in together} == {1, 2, 3}
+
+
+def test_equal_answers_on_shared_devices_take_the_seconds_of_the_stages(recipe: list[str]) -> None:
+    config = load_config([*recipe, "algorithm.name=ppo", "rollout.max_response_tokens=64"]).config
+    at, work = Nodes(device=DEVICES["H100"], nodes=1, devices_per_node=8, network_gbs=50), work_of(config)
+    (best, *_) = paced(config, best_placements(config, [at], work)[:1], work, lognormal(64, 0.0, 64))
+    assert best.seconds(config) == pytest.approx(best.placement.step_s, rel=0.01)
+    longer = paced(config, [best], work, lognormal(32, 1.0, 64))  # a mean of 64 at most, with a tail
+    assert longer[0].seconds(config) < best.seconds(config)
+
+
+def test_the_rollout_of_a_run_ahead_has_the_devices_that_its_pace_needs(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(TWO_NODES)
+    ahead = [*recipe, "pipeline.staleness=1", "rollout.max_response_tokens=64", "step.prompts_per_step=32"]
+    assert main(["plan", *ahead, f"cluster_file={tmp_path / 'cluster.yaml'}", "mean_tokens=40", "sigma=0.5"]) == 0
+    printed = capsys.readouterr().out
+    assert "simulated with pipeline.staleness=1: " in printed and ", simulated +" in printed
+    line = next(line for line in printed.splitlines() if line.startswith("configure "))
+    assert main(["plan", *ahead, *shlex.split(line.removeprefix("configure ")), "cluster.address=auto"]) == 0
+    config = load_config(ahead).config
+    work = work_of(config, 40.0)
+    found = best_placements(config, read_cluster(tmp_path / "cluster.yaml"), work)
+    shares = {one.times.devices for each in found for one in each.placement.sets if one.roles == ("rollout",)}
+    assert len(shares) > 3  # several numbers of devices are tried
+    best = paced(config, found, work, lognormal(40, 0.5, 64))
+    bound = [each.placement.step_s for each in best]
+    assert all(each.seconds(config) >= 0.95 * s for each, s in zip(best, bound))
+    assert [each.seconds(config) for each in best] == sorted(each.seconds(config) for each in best)

@@ -183,11 +183,27 @@ def update_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, stored: 
     return work.updates * (passes + states + sums * summed_s(model, by, at, moved))
 
 
-def generate_s(
+@dataclass(frozen=True, slots=True)
+class EnginePace:
+    """The pace of a rollout engine."""
+
+    waves: int
+    """How often the engine is filled to generate its share of a step."""
+    batch: int
+    """The sequences that it decodes at once."""
+    empty_s: float
+    """The seconds of a decode step beside its sequences: the weights are read."""
+    full_s: float
+    """The seconds of a decode step with `batch` sequences."""
+    prompts_s: float
+    """The seconds of the prompts of its share."""
+
+
+def engine_pace(
     model: ModelSize, devices: int, tensor: int, at: Nodes, work: StepWork, room_bytes: float
-) -> float | None:
-    """Return the seconds of all answers by engines of `tensor` devices each; None if not one answer's keys and values
-    fit. room_bytes: of one device, for keys and values."""
+) -> EnginePace | None:
+    """Return the pace of engines of `tensor` devices each that share the answers of a step; None if not one answer's
+    keys and values fit. room_bytes: of one device, for keys and values."""
     engines = devices // tensor
     share = math.ceil(work.sequences / engines)
     kv_bytes = at.device.item_bytes * model.kv_values
@@ -197,13 +213,22 @@ def generate_s(
     waves = math.ceil(share / most)
     batch = math.ceil(share / waves)
     context = work.prompt_tokens + work.response_tokens / 2
-    read = at.device.item_bytes * model.active_parameters + batch * context * kv_bytes
+    read = at.device.item_bytes * model.active_parameters
     products = batch * model.forward_flops(context) / (tensor * at.device.flops)
-    step = max(read / (tensor * at.device.read), products) + (tensor > 1) * REDUCES * model.layers * ALL_REDUCE_S
-    step += at.device.step_ms / 1000
+    fixed = (tensor > 1) * REDUCES * model.layers * ALL_REDUCE_S + at.device.step_ms / 1000
+    full = max((read + batch * context * kv_bytes) / (tensor * at.device.read), products)
     prompt_tokens = share * work.prompt_tokens / work.prompt_shares
     prompts = prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops)
-    return prompts + waves * work.response_tokens * step
+    return EnginePace(waves, batch, read / (tensor * at.device.read) + fixed, full + fixed, prompts)
+
+
+def generate_s(
+    model: ModelSize, devices: int, tensor: int, at: Nodes, work: StepWork, room_bytes: float
+) -> float | None:
+    """Return the seconds of all answers by engines of `tensor` devices each; None if not one answer's keys and values
+    fit. room_bytes: of one device, for keys and values."""
+    pace = engine_pace(model, devices, tensor, at, work, room_bytes)
+    return None if pace is None else pace.prompts_s + pace.waves * work.response_tokens * pace.full_s
 
 
 def resharded_bytes(parameters: float, by: Division, tensor: int, whole: bool = False, item_bytes: float = 2) -> float:

@@ -130,25 +130,47 @@ def device_counts(at: Nodes) -> list[int]:
     return [*inside, *(n * at.devices_per_node for n in range(1, at.nodes + 1))]
 
 
+StepOf = Callable[[Sequence[float]], float]
+"""The seconds of the slowest set by stage -> the seconds of a step."""
+
+
+def step_of(roles: Sequence[PlannedRole], overlap: bool) -> StepOf:
+    """Return how the stages of a step add up. overlap: the stages of roles that only generate are beside the others,
+    so that a step takes as long as the slower of the two."""
+    if not overlap:
+        return sum
+    others = {stage for role in roles if not role.generates_only for stage, _ in role.calls}
+    beside = [i for i, stage in enumerate(stages_of(roles)) if stage not in others]
+
+    def slower(seconds: Sequence[float]) -> float:
+        generated = sum(seconds[i] for i in beside)
+        return max(generated, sum(seconds) - generated)
+
+    return slower
+
+
 def placements(
-    roles: Sequence[PlannedRole], cluster: Sequence[Nodes], times: Times, aim: Aim = "time"
+    roles: Sequence[PlannedRole], cluster: Sequence[Nodes], times: Times, aim: Aim = "time", overlap: bool = False
 ) -> list[RolePlacement]:
-    """Return the best placement of each division of the roles into sets that fits, best first. Raise Refused if there
-    are more roles with weights of their own than devices, or no division fits."""
+    """Return the best placement of each division of the roles into sets that fits, best first; with `overlap` those in
+    which roles that only generate have devices of their own, and work beside the others."""
     names = tuple(role.name for role in roles)
     base = {role.name: role.base for role in roles if role.base is not None}
-    found = list[RolePlacement]()
+    alone = {role.name for role in roles if role.generates_only} if overlap else set[str]()
+    found, step = list[RolePlacement](), step_of(roles, overlap)
     for sets in partitions(names):
         at = {name: i for i, one in enumerate(sets) for name in one}
         if any(at[name] != at.get(of) for name, of in base.items()) or len(sets) > total(cluster):
             continue
-        if (best := _best_devices(sets, cluster, times, aim)) is not None:
+        if any(alone & {*one} and not alone >= {*one} for one in sets):
+            continue
+        if (best := _best_devices(sets, cluster, times, aim, step)) is not None:
             found.append(best)
     return sorted(found, key=lambda p: ((p.price, p.step_s) if aim == "cost" else (p.step_s, p.price), len(p.sets)))
 
 
 def _best_devices(
-    sets: Sequence[tuple[str, ...]], cluster: Sequence[Nodes], times: Times, aim: Aim
+    sets: Sequence[tuple[str, ...]], cluster: Sequence[Nodes], times: Times, aim: Aim, step: StepOf
 ) -> RolePlacement | None:
     """Return the best devices of these sets: a depth-first search over the devices of one set after the other, without
     branches that cannot become better than the best one."""
@@ -156,7 +178,7 @@ def _best_devices(
     if not all(choices):
         return None
     order = sorted(range(len(sets)), key=lambda i: -min(sum(t.seconds) for _, t in choices[i]))
-    search = _Search(cluster, [choices[i] for i in order], aim)
+    search = _Search(cluster, [choices[i] for i in order], aim, step)
     search.descend(0, [group.devices for group in cluster], (0.0,) * len(choices[0][0][1].seconds), 0.0, [])
     if search.best is None:
         return None
@@ -186,8 +208,10 @@ def _useful(roles: tuple[str, ...], cluster: Sequence[Nodes], times: Times) -> l
 class _Search:
     """The depth-first search of `_best_devices`."""
 
-    def __init__(self, cluster: Sequence[Nodes], choices: Sequence[list[tuple[int, SetTimes]]], aim: Aim) -> None:
-        self._cluster, self._choices, self._aim = cluster, choices, aim
+    def __init__(
+        self, cluster: Sequence[Nodes], choices: Sequence[list[tuple[int, SetTimes]]], aim: Aim, step: StepOf
+    ) -> None:
+        self._cluster, self._choices, self._aim, self._step = cluster, choices, aim, step
         self.best: list[tuple[int, SetTimes]] | None = None
         self.best_s = self.best_price = math.inf
 
@@ -197,7 +221,7 @@ class _Search:
         """Try all devices of the sets from number `at` on. left: devices that are free, by group · slowest: seconds of
         the slowest chosen set, by stage · hourly: the price of the chosen devices."""
         if at == len(self._choices):
-            step_s, price = sum(slowest), sum(slowest) * hourly / 3600
+            step_s, price = self._step(slowest), self._step(slowest) * hourly / 3600
             if self.best is None or self._key(step_s, price) < self._key(self.best_s, self.best_price):
                 self.best, self.best_s, self.best_price = list(chosen), step_s, price
             return
@@ -223,7 +247,8 @@ class _Search:
             stages = tuple(map(max, stages, map(min, *fitting) if len(fitting) > 1 else fitting[0]))
         if self.best is None:
             return True
-        return self._key(sum(stages), sum(stages) * hourly / 3600) < self._key(self.best_s, self.best_price)
+        step_s = self._step(stages)
+        return self._key(step_s, step_s * hourly / 3600) < self._key(self.best_s, self.best_price)
 
     def _key(self, step_s: float, price: float) -> tuple[float, float]:
         return (price, step_s) if self._aim == "cost" else (step_s, price)

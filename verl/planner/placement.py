@@ -9,25 +9,51 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl.algorithms.presets import settled
 from verl.bounds import size_text
 from verl.config.adapter import teacher_models
 from verl.config.backends import traits_of
 from verl.config.cluster import NO_MODEL, REWARD_MODEL, placed_roles, roles_on_base
+from verl.config.devices import colocated
 from verl.config.lora_layers import trained_factors
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.planner.hardware import Nodes, scaled, some_devices
-from verl.planner.latency import RESERVE, TENSOR, Division, ModelSize, StepWork, Stored, divisions, held_bytes
-from verl.planner.mapping import Aim, PlannedRole, RolePlacement, Rules, device_counts, placements, stages_of, times_of
+from verl.planner.latency import (
+    RESERVE,
+    TENSOR,
+    Division,
+    ModelSize,
+    StepWork,
+    Stored,
+    divisions,
+    engine_pace,
+    held_bytes,
+)
+from verl.planner.mapping import (
+    Aim,
+    PlannedRole,
+    RolePlacement,
+    Rules,
+    Times,
+    device_counts,
+    placements,
+    stages_of,
+    step_of,
+    times_of,
+)
+from verl.planner.simulate import Lengths, Simulated
 from verl.planner.sizes import parameters_used
+from verl.planner.what_if import simulated, workload_of
 
 OTHERS = 5
 """The placements that are printed beside the best one."""
+SIMULATED_PUBLISHES = 8
+"""Publishes of a placement under the virtual clock, of which the first two do not count."""
 MASTER_BYTES = 4
 AIMS: tuple[Aim, ...] = ("time", "cost")
 
@@ -40,6 +66,14 @@ class PlacedRun:
     """The division of every model."""
     placement: RolePlacement
     at: Nodes
+    simulated: Simulated | None = None
+    """Its pace with the staleness of the run, where rollout and training work beside each other."""
+
+    def seconds(self, config: Config) -> float:
+        """Return the seconds of a step."""
+        if self.simulated is None:
+            return self.placement.step_s
+        return self.simulated.period_s / config.pipeline.sync_every
 
 
 def work_of(config: Config, answer_tokens: float | None = None) -> StepWork:
@@ -99,20 +133,29 @@ def stored_of(config: Config) -> Stored:
 
 
 def best_placements(config: Config, cluster: Sequence[Nodes], work: StepWork, aim: Aim = "time") -> list[PlacedRun]:
-    """Return the best layout and devices of each division of the roles into sets, best first. Raise Refused with the
-    memory that is missing if no division fits."""
-    roles = planned_roles(config)
-    best = dict[frozenset[tuple[str, ...]], PlacedRun]()
+    """Return the best layout and devices of each division of the roles into sets, best first; where the rollout works
+    beside the other stages, of each number of devices for it too. Raise Refused with the memory that is missing if no
+    division fits."""
+    roles, overlap = planned_roles(config), not colocated(config)
+    best = dict[tuple[frozenset[tuple[str, ...]], int], PlacedRun]()
     for at in cluster:  # models of a run are on devices of one kind
         for layout in layouts(config, at):
-            times = times_of(roles, [at], rules_of(config, work, layout))
-            for one in placements(roles, [at], times, aim):
-                sets = frozenset(each.roles for each in one.sets)
-                if sets not in best or _key(one, aim) < _key(best[sets].placement, aim):
-                    best[sets] = PlacedRun(layout=layout, placement=one, at=at)
+            every = times_of(roles, [at], rules_of(config, work, layout))
+            for devices in device_counts(at) if overlap else (0,):
+                times = _generated_on(every, devices) if overlap else every
+                for one in placements(roles, [at], times, aim, overlap):
+                    key = frozenset(each.roles for each in one.sets), devices
+                    if key not in best or _key(one, aim) < _key(best[key].placement, aim):
+                        best[key] = PlacedRun(layout=layout, placement=one, at=at)
     if not best:
         raise Refused(_nothing_fits(config, roles, cluster, stored_of(config)))
     return sorted(best.values(), key=lambda placed: _key(placed.placement, aim))
+
+
+def _generated_on(times: Times, devices: int) -> Times:
+    """Return the seconds of sets if the engines have this number of devices: a share of its own that the virtual clock
+    tries."""
+    return lambda roles, group, n: times(roles, group, n) if "rollout" not in roles or n == devices else None
 
 
 def rules_of(config: Config, work: StepWork, layout: Division) -> Rules:
@@ -126,7 +169,37 @@ def seconds_on(config: Config, placed: PlacedRun, at: Nodes, work: StepWork) -> 
     roles = planned_roles(config)
     times = times_of(roles, [at], rules_of(config, work, placed.layout))
     found = [times(one.roles, 0, one.times.devices) for one in placed.placement.sets]
-    return sum(max(column) for column in zip(*(one.seconds for one in found if one is not None)))
+    slowest = [max(column) for column in zip(*(one.seconds for one in found if one is not None))]
+    return step_of(roles, not colocated(config))(slowest)
+
+
+def paced(config: Config, found: Sequence[PlacedRun], work: StepWork, lengths: Lengths) -> list[PlacedRun]:
+    """Return the best placements with their pace under the virtual clock, for answers of these lengths, fastest
+    first."""
+    out = [replace(placed, simulated=_simulated(config, placed, work, lengths)) for placed in found[: OTHERS + 1]]
+    return sorted(out, key=lambda placed: placed.seconds(config))
+
+
+def _simulated(config: Config, placed: PlacedRun, work: StepWork, lengths: Lengths) -> Simulated:
+    """Return the pace of a placement with the staleness of the run."""
+    policy, sets = size_of(describe_model(config.model.path)), placed.placement.sets
+    generation = stages_of(planned_roles(config)).index("rollout")
+    slowest = [max(column) for column in zip(*(one.times.seconds for one in sets))]
+    engines = next(one.times for one in sets if "rollout" in one.roles)
+    room = (1 - RESERVE) * 1e9 * placed.at.device.memory_gb - engines.held_bytes
+    pace = engine_pace(policy, engines.devices, engines.engine_devices, placed.at, work, room)
+    assert pace is not None, "it was placed with the same room"
+    replicas = engines.devices // engines.engine_devices
+    share = math.ceil(work.sequences / replicas) * work.response_tokens
+    decode_s = (pace.full_s - pace.empty_s) / pace.batch  # reading keys and values, or products
+    one = replace(config, rollout=replace(config.rollout, replicas=replicas, max_concurrent_sequences=pace.batch))
+    times = {
+        "token_s": pace.empty_s,
+        "sequence_s": decode_s + pace.prompts_s / share,
+        "update_s": sum(slowest) - slowest[generation],
+        "publish_s": 0.0,
+    }
+    return simulated(one, workload_of(one, times, lengths), SIMULATED_PUBLISHES)
 
 
 def corners(placed: PlacedRun) -> tuple[Nodes, Nodes]:
@@ -205,6 +278,7 @@ def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
     lines = [
         f"placement about {one.step_s:.3g} s per step ({low_s:.3g} to {high_s:.3g}){price} on {at.device.name}"
         f" ({at.device.source})",
+        *_pace_lines(config, best),
         f"          range: if its devices reach {at.device.spread:g} times the shares of the cluster file, or less by"
         " this factor",
     ]
@@ -219,8 +293,22 @@ def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
     for other in found[1 : OTHERS + 1]:
         gaps = [seconds_on(config, other, end, work) / s - 1 for end, s in zip(ends, (low_s, high_s))]
         between = f" ({min(gaps):+.0%} to {max(gaps):+.0%})"
+        if other.simulated is not None:
+            between += f", simulated {other.seconds(config) / best.seconds(config) - 1:+.0%}"
         lines.append(f"slower    {_sets_text(other.placement)}: {_why(one, other.placement, stages, between)}")
     return "\n".join(lines)
+
+
+def _pace_lines(config: Config, placed: PlacedRun) -> list[str]:
+    """Return a line with the simulated pace of a placement, if it has one."""
+    if (pace := placed.simulated) is None:
+        return []
+    waits, idle = pace.wait_s / pace.period_s, pace.idle_share
+    ahead = f"pipeline.staleness={config.pipeline.staleness:g}"
+    return [
+        f"          simulated with {ahead}: {placed.seconds(config):.3g} s per step, in which the trainer waits"
+        f" {waits:.0%} and the rollout {idle:.0%} of the time"
+    ]
 
 
 def _sets_text(one: RolePlacement) -> str:

@@ -77,17 +77,17 @@ def workload_of(config: Config, times: Mapping[str, float], lengths: Lengths) ->
     )
 
 
-def simulated(config: Config, work: Workload) -> Simulated:
-    """Return the pace of this configuration in the long run, per step."""
+def simulated(config: Config, work: Workload, publishes: int = PUBLISHES) -> Simulated:
+    """Return the pace of this configuration in the long run, per publish."""
     p = config.pipeline
     scheduler = Scheduler(
         prompts_per_step=config.step.prompts_per_step,
-        total_steps=(PUBLISHES + 4) * p.sync_every,  # the look-ahead is not cut short
+        total_steps=(publishes + 4) * p.sync_every,  # the look-ahead is not cut short
         sync_every=p.sync_every,
         staleness=p.staleness,
         oversample=p.oversample,
     )
-    return simulate(scheduler, work, publishes=PUBLISHES, seed=config.run.seed)
+    return simulate(scheduler, work, publishes=publishes, seed=config.run.seed)
 
 
 def neighbours(config: Config) -> list[Config]:
