@@ -6,16 +6,24 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from hybrid import model
+from hybrid import SIZES, model
+from rollouts import finish, native_core, source_of
 from small_runs import metrics_of, small_args, small_run
 from transformers import AutoModelForCausalLM
 
 from verl.config.load import load_config
+from verl.config.model_files import describe_model
+from verl.config.row_states import RowStates, row_states
 from verl.config.validate import validate
 from verl.models import tiny
+from verl.planner.memory import rollout_items
 from verl.recipes import arithmetic
+from verl.rollout.base import GenerateRequest
+from verl.rollout.embedded.requests import ActiveRequest
+from verl.types import Sampling
 
 
 def saved(kind: str, root: Path) -> Path:
@@ -51,6 +59,28 @@ def test_what_is_sampled_is_what_is_trained(
     before = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
     changed = {name for name, p in loaded.named_parameters() if not torch.equal(p, before[name])}
     assert {name for name in before if ".linear_attn." in name} <= changed
+
+
+def test_the_plan_counts_keys_of_attention_alone_and_the_states_of_rows(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path
+) -> None:
+    """Within a tenth of the caches of an engine with all rows at full length; of two nets in three layers."""
+    made = AutoModelForCausalLM.from_pretrained(folder)
+    sizes = ("rollout.max_concurrent_sequences=8", "data.max_prompt_tokens=64", "rollout.max_response_tokens=64")
+    config = load_config(small_args(tmp_path, folder, arithmetic_data, *sizes)).config
+    items = rollout_items(config, describe_model(str(folder)))
+    core = native_core(made.config, source_of(made), rows=8, max_context_tokens=128, prefix_cache_tokens=400)
+    sampling = Sampling(max_tokens=64, ignore_eos=True)
+    finish(core, (ActiveRequest(GenerateRequest(f"{n}", np.arange(3, 64 + n // 8), sampling)) for n in range(16)))
+    stats = core.runner.stats()
+    assert items["row states"] == 8 * 4 * 2 * (3 * 56 + 4 * 8 * 6)
+    assert items["KV cache"] + items["row states"] == pytest.approx(stats["kv_bytes"], rel=0.1)
+    described = json.loads((folder / "config.json").read_text())
+    described.pop("layer_types")
+    assert row_states(described | {"full_attention_interval": 2}, 3) == row_states(
+        described | {"layer_types": SIZES["layer_types"]}, 3
+    )
+    assert row_states({"model_type": "qwen3", "layer_types": ["full_attention"]}, 1) == RowStates()
 
 
 @pytest.mark.parametrize(

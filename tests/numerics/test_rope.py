@@ -9,7 +9,7 @@ from each import each
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PhimoeConfig, PhimoeForCausalLM
 
 from verl.batch import pack
-from verl.config.model_files import rope_note
+from verl.config.model_folder import rope_note
 from verl.model_engine import local_model
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from verl.config.row_states import RowStates, row_states
 from verl.errors import Refused
 from verl.models.families import FAMILIES, name_of
 
@@ -69,6 +70,8 @@ class ModelFacts:
     """The family, as config.json names it."""
     encoder_parameters: int = 0
     """The number of `parameters` of the parts that encode images."""
+    states: RowStates = field(default_factory=RowStates)
+    """What layers keep of a row in place of keys and values."""
     encoder_gathered: int = 0
     """Those of them that a rank has gathered at once: two layers, and all that is outside of layers."""
 
@@ -141,13 +144,15 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     main_dtype = dtypes.most_common(1)[0][0]
     names = full.get("architectures") or [full.get("model_type", "unknown")]
     encoder, at_once = _encoder(full, counted)
+    layers = _size(folder, config, "num_hidden_layers", "n_layer", "num_layers")
     return ModelFacts(
+        states=row_states(config, layers),
         encoder_parameters=encoder,
         encoder_gathered=at_once,
         folder=str(folder),
         architecture=str(names[0]),
         model_type=str(config.get("model_type", "")),
-        layers=_size(folder, config, "num_hidden_layers", "n_layer", "num_layers"),
+        layers=layers,
         hidden=hidden,
         intermediate=_intermediate(config, hidden),
         heads=heads,
@@ -199,17 +204,6 @@ def context_tokens(path: str) -> int | None:
 
 def _context_tokens(config: Mapping[str, Any]) -> int | None:
     return _optional_int(config, "max_position_embeddings", "n_positions")
-
-
-def rope_note(path: str, longest: int | None) -> str | None:
-    """Return a note if transformers chooses the model's RoPE by the longest row of a pass (nn/rope.py), else None."""
-    config = text_config(read_model_config(find_model_folder(path)))
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    each = [of for of in given.values() if isinstance(of, dict)] or [given]
-    kinds = [str(of.get("rope_type", of.get("type", ""))) for of in each]
-    found = next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), None)
-    rows = "the model's positions" if longest is None else f"the longest row of this run, {longest} tokens"
-    return found and f"model: {found} RoPE is fixed for all rows as {rows}, has it"
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from verl.config.model_files import (
     TensorHeader,
     chat_template_of,
     declared_tie,
+    find_model_folder,
     json_object,
     read_model_config,
     read_weight_headers,
@@ -119,3 +120,14 @@ def folder_lines(folder: Path) -> Iterator[str]:
             f"{folder}: {file.name} and the chat_template of {config.name} are different templates; the first is used "
             "(model.chat_template=FILE for another)"
         )
+
+
+def rope_note(path: str, longest: int | None) -> str | None:
+    """Return a note if transformers chooses the model's RoPE by the longest row of a pass (nn/rope.py), else None."""
+    config = text_config(read_model_config(find_model_folder(path)))
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    each = [of for of in given.values() if isinstance(of, dict)] or [given]
+    kinds = [str(of.get("rope_type", of.get("type", ""))) for of in each]
+    found = next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), None)
+    rows = "the model's positions" if longest is None else f"the longest row of this run, {longest} tokens"
+    return found and f"model: {found} RoPE is fixed for all rows as {rows}, has it"

@@ -23,7 +23,8 @@ from verl.config.backends import backend_of, import_object, longest_sequence, op
 from verl.config.cluster import roles_of_policy
 from verl.config.devices import base_format, dtype_of
 from verl.config.image_models import frozen_parts
-from verl.config.model_files import describe_model, has_tokenizer, rope_note
+from verl.config.model_files import describe_model, has_tokenizer
+from verl.config.model_folder import rope_note
 from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import Config
 from verl.driver.banned import policy_banned

@@ -34,7 +34,7 @@ class ModelSize:
     layers: int
     hidden: int
     kv_width: int
-    """The numbers of a key, over all heads of a layer."""
+    """The numbers of a key, over all heads of a layer, on average."""
 
     @property
     def kv_values(self) -> int:

@@ -36,6 +36,8 @@ from verl.wire import FP8, FP8_BLOCK
 TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
 """The items of a role's state that may be off the device between two uses."""
+CACHES = ("KV cache", "row states", "prefix cache")
+"""What a rollout engine keeps of rows and prompts."""
 HELD = ("weights", "optimizer states", "gathered factors", "teacher's head")
 AT_HEAD = ("compute copy of shards", "gathered embeddings", "head's compute copy", "log-prob chunk")
 IN_LAYERS = ("compute copy of shards", "gathered embeddings", "gathered layers")
@@ -163,6 +165,7 @@ def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
         "incoming weights": incoming,
         **staged,
         **rollout_caches(config, bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config))),
+        "row states": config.rollout.max_concurrent_sequences * state_bytes_per_row(model, rollout_dtype(config)),
         "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,
     }
 
@@ -185,7 +188,13 @@ def _projected(model: ModelFacts) -> int:
 
 
 def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
-    return 2 * model.layers * model.kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+    attention = model.layers - model.states.layers
+    return 2 * attention * model.kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+
+
+def state_bytes_per_row(model: ModelFacts, dtype: str) -> int:
+    """Return the bytes that layers without keys and values keep of a row."""
+    return 4 * model.states.float32_values + DTYPE_BYTES[dtype] * model.states.values
 
 
 def bucket_bytes(bucket_mb: int, model: ModelFacts, dtype: str) -> int:
@@ -212,9 +221,9 @@ def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
     items = _process_items(config, min(config.step.max_tokens_per_microbatch, update_tokens))
     flying: tuple[str, ...] = ()
     if config.pipeline.placement == "split" or config.pipeline.staleness > 0:
-        flying = ("KV cache", "prefix cache")
-    elif items["KV cache"] <= KEPT_KV_BYTES and not on_cuda(config):
-        flying = ("KV cache",)
+        flying = CACHES
+    elif items["KV cache"] + items["row states"] <= KEPT_KV_BYTES and not on_cuda(config):
+        flying = ("KV cache", "row states")
     own = (
         "master weights",
         "optimizer states",
@@ -235,7 +244,7 @@ def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
     at_head = ("log-prob chunk", "head's compute copy")
     weights, frozen = "master weights", ("reference policy", "teacher", "reward model")
     named = {
-        "rollout": (*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"),
+        "rollout": (*held("rollout weights"), *CACHES, "sampling logits"),
         "experience": (
             *(*held(weights, *frozen), "inference activations", "teacher's activations", *at_head, *flying),
         ),
@@ -318,8 +327,8 @@ def _stage_memory(
 
     away = {f"{role} {PARTS[part]}" for role in roles for part in offloaded(config, trained=role in TRAINED)}
     away |= {"rollout weights"} if drops_rollout_weights(config) else set()
-    kept = ["KV cache", "prefix cache"] if config.pipeline.placement == "split" or config.pipeline.staleness else []
-    phases = {"rollout": [*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"]} if replicas else {}
+    kept = [*CACHES] if config.pipeline.placement == "split" or config.pipeline.staleness else []
+    phases = {"rollout": [*held("rollout weights"), *CACHES, "sampling logits"]} if replicas else {}
     for role in _inferring(config, roles):
         phases[f"infer {role}"] = [*held(f"{role} weights"), *fullest_moment(items, role, "infer"), *kept]
     for role in (role for role in TRAINED if role in roles):

@@ -119,7 +119,7 @@ def size_of(model: ModelFacts) -> ModelSize:
         active_parameters=parameters_used(model),
         layers=model.layers,
         hidden=model.hidden,
-        kv_width=model.kv_heads * model.head_dim,
+        kv_width=model.kv_heads * model.head_dim * (model.layers - model.states.layers) // model.layers,
     )
 
 

@@ -17,7 +17,7 @@ from verl.config.schema import Config, OptimConfig
 from verl.data.files import expand_files, file_format
 from verl.driver.dispatch import count_microbatches
 from verl.driver.scheduler import Scheduler
-from verl.planner.memory import kv_bytes_per_token
+from verl.planner.memory import kv_bytes_per_token, state_bytes_per_row
 from verl.types import Ref, Refs
 
 
@@ -67,6 +67,8 @@ class RolloutSizes:
     kv_bytes_per_token: int
     kv_tokens: int
     prefix_cache_tokens: int
+    state_bytes_per_row: int
+    """Bytes of the states that layers keep in place of keys and values."""
 
 
 def step_sizes(config: Config) -> StepSizes:
@@ -130,6 +132,7 @@ def rollout_sizes(config: Config, model: ModelFacts) -> RolloutSizes:
         kv_bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config)),
         kv_tokens=caches["KV cache"],
         prefix_cache_tokens=caches.get("prefix cache", 0),
+        state_bytes_per_row=state_bytes_per_row(model, rollout_dtype(config)),
     )
 
 

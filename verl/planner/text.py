@@ -126,10 +126,11 @@ def _rollout_line(r: RolloutSizes) -> str:
     cache = (
         f" + prefix cache {size_text(r.prefix_cache_tokens * r.kv_bytes_per_token)}" if r.prefix_cache_tokens else ""
     )
+    states = f" + states {size_text(r.state_bytes_per_row)} a row" if r.state_bytes_per_row else ""
     return (
         f"{r.engine}, {slots} = {r.trajectories_in_flight:,} trajectories in flight, {r.concurrent_sequences} at a time"
         f"; KV {r.kv_tokens:,} tokens x {r.kv_bytes_per_token:,} B = "
-        f"{size_text(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
+        f"{size_text(r.kv_tokens * r.kv_bytes_per_token)}{cache}{states}"
     )
 
 
