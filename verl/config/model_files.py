@@ -71,7 +71,7 @@ class ModelFacts:
     encoder_parameters: int = 0
     """The number of `parameters` of the parts that encode images."""
     states: RowStates = field(default_factory=RowStates)
-    """What layers keep of a row in place of keys and values."""
+    """The states that layers keep of a row in place of keys and values."""
     encoder_gathered: int = 0
     """Those of them that a rank has gathered at once: two layers, and all that is outside of layers."""
 

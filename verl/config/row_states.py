@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a row beside keys and values, from its config.json. No torch."""
+"""The states that layers of a model keep of a row in place of keys and values, by its config.json. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RowStates:
 
 
 def row_states(config: Mapping[str, Any], layers: int) -> RowStates:
-    """Return what the layers of a language model keep of a row. config: the part of config.json about it"""
+    """Return the states that a language model keeps of a row. config: the part of config.json about it"""
     delta, kinds = config.get("model_type") in DELTA_TYPES, config.get("layer_types")
     if kinds is None and delta:
         every = config.get("full_attention_interval", INTERVAL)

@@ -37,7 +37,7 @@ TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
 """The items of a role's state that may be off the device between two uses."""
 CACHES = ("KV cache", "row states", "prefix cache")
-"""What a rollout engine keeps of rows and prompts."""
+"""The memory of rows and prompts in a rollout engine."""
 HELD = ("weights", "optimizer states", "gathered factors", "teacher's head")
 AT_HEAD = ("compute copy of shards", "gathered embeddings", "head's compute copy", "log-prob chunk")
 IN_LAYERS = ("compute copy of shards", "gathered embeddings", "gathered layers")
