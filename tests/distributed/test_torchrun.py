@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import metrics_of
+from vision import chat_folder, png
 
 from verl.checkpoint.store import CheckpointStore
 from verl.cli import main
@@ -230,3 +231,24 @@ def test_what_is_refused_is_said_and_ends_all(tmp_path, tiny_model):
     said = ended(process)
     assert process.returncode and "error: run.resume=never, but" in said and "Traceback" not in said.partition("E1")[0]
     assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [".lock", "metrics.jsonl"]
+
+
+def test_two_ranks_train_rows_with_images_as_one_process_does(tmp_path):
+    """Two rows of five have images, so that a rank has steps with text alone."""
+    folder, image = chat_folder(tmp_path / "vl", "qwen3_vl"), tmp_path / "a.png"
+    image.write_bytes(png(12, 8))
+    rows = tmp_path / "rows.jsonl"
+    with rows.open("w") as out:
+        for k in range(10):
+            messages = [{"role": "user", "content": f"{k}+1="}, {"role": "assistant", "content": "7" * (k + 1)}]
+            out.write(json.dumps({"messages": messages, "images": ["a.png"] * (k % 5 < 2)}) + "\n")
+    for name in ("one", "two"):
+        cache = f"data.cache_dir={tmp_path / f'cache_{name}'}"
+        args = command("sft", tmp_path, folder, rows, f"run.name={name}", cache)
+        if name == "one":
+            assert main(args) == 0
+        else:
+            process = start(args, tmp_path)
+            said = ended(process)
+            assert process.returncode == 0, said
+    assert not same_run(tmp_path / "one", tmp_path / "two", 3)

@@ -73,7 +73,7 @@ def test_a_pairs_sides_stand_beside_their_own_answers():
     rows = Rows(
         [Pair(rendered([1], [2, 3]), rendered([1], [4]), gap=0.5), Pair(rendered([5], [6]), rendered([5], [7, 8]))]
     )
-    samples, columns = PreferenceStage(rows, (), paired=True).rows([1, 0], ["a", "b"])
+    samples, columns = PreferenceStage(rows, (), paired=True).rows([1, 0], ["a", "b"], str)
     ids = [np.concatenate([s.ids for s in sample.segments]).tolist() for sample in samples]
     assert ids == [[5, 6], [5, 7, 8], [1, 2, 3], [1, 4]]
     assert columns["side"].tolist() == [CHOSEN, REJECTED, REJECTED, CHOSEN, CHOSEN, REJECTED]

@@ -82,7 +82,7 @@ def gradient(model, stage, indices, *, budget=10_000, share=True):
     if engine.value_head is not None:
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))
     queue = MemoryQueue()
-    samples, columns = stage.rows(indices, [f"s{i}" for i in indices])
+    samples, columns = stage.rows(indices, [f"s{i}" for i in indices], str)
     refs = put(queue, samples)
     offsets = np.cumsum([0, *(r.loss_tokens for r in refs)])
     queue.write(refs, {n: Ragged(value, offsets) for n, value in columns.items()})

@@ -325,7 +325,6 @@ WRONG_SFT_ROWS = [
     ({"prompt": "x"}, "no conversation"),
     ({"messages": [{"role": "assistant", "content": None}]}, "has no text"),
     ({"messages": list(PAIR), "enable_thinking": "yes"}, "'enable_thinking' must be true or false, got text"),
-    ({"messages": list(PAIR), "images": [{}]}, r"'images' holds 1 item\(s\), and prompts are rendered as text only"),
 ]
 
 

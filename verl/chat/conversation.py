@@ -16,7 +16,7 @@ a row of its own.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,10 +35,9 @@ from verl.chat.template import (
     keeps_text,
     refuse_dropped,
     refuse_unsupported,
-    rendered_ids,
     shared,
 )
-from verl.types import Sample, Segment
+from verl.types import Sample, Segment, TaskImage
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +50,10 @@ class Rendered:
     """[t] bool, True where the token is an assistant's own and trained on."""
     unthinking: bool = False
     """True if the row's prompt was rendered with enable_thinking=false."""
+    last: int = -1
+    """The index of the last message in it; -1 if it is not made of messages."""
+    images: tuple[TaskImage, ...] = ()
+    """Its images, once their tokens are in the place of their placeholders."""
 
     def __post_init__(self) -> None:
         assert self.ids.shape == self.mask.shape and self.ids.ndim == 1, f"{self.ids.shape} ids, {self.mask.shape} mask"
@@ -66,6 +69,7 @@ def render_conversation(
     train_from: int = 0,
     last_only: bool = False,
     may_skip_thinking: bool = False,
+    renderer: Callable[..., Renderer] = Renderer,
 ) -> list[Rendered]:
     """Return the training rows of a conversation: one row if the template is append-only, else one row per assistant
     turn, each with the prompt that inference would have.
@@ -74,6 +78,7 @@ def render_conversation(
     with `last_only`, only the last turn is trained. Raise RowRefused if no exact row exists.
     may_skip_thinking: if a turn has no reasoning but its generation prompt opens a reasoning block, render it with
         enable_thinking=false, if the template supports that
+    renderer: the class of the renderer
     """
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(train_from, 1)]
     if not turns:
@@ -82,16 +87,20 @@ def render_conversation(
     if not turns:
         raise RowRefused("all assistant turns are marked as not trained")
     refuse_unsupported(messages, audit, tools)
-    r = Renderer(tokenizer, template_kwargs, tools, audit.spelling)
+    r = renderer(tokenizer, template_kwargs, tools, audit.spelling)
+
+    def each() -> list[Rendered]:
+        return [replace(row(r, messages, i, audit), last=i) for i in turns]
+
     try:
         row = _row_without_thinking if may_skip_thinking and audit.thinking_is_optional else _turn_row
         if not audit.append_only or not all(audit.ending(messages[i])[0] for i in turns):
-            return [row(r, messages, i, audit) for i in turns]
+            return each()
         try:
-            return [_whole_row(r, messages, turns, audit)]
+            return [replace(_whole_row(r, messages, turns, audit), last=turns[-1])]
         except RowRefused as whole:  # a thought that later turns drop, or tokens that merge between two turns
             try:
-                return [row(r, messages, i, audit) for i in turns]
+                return each()
             except RowRefused:
                 raise whole from None
     except RenderError as exc:
@@ -186,7 +195,7 @@ def _appended_row(
         )
     history, text = (r.text(messages[:i], prompt=p) for p in (False, True))
     answer = _after_opening(text[shared(history, text) :], message["content"])
-    encoded = rendered_ids(r.tokenizer(text + answer, add_special_tokens=False))
+    encoded = r.encode(text + answer)
     if not is_prefix(prompt, encoded) or len(encoded) == len(prompt):
         raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
     end = audit.ends_turn_with or (_end_by_the_next(messages, i, audit),)

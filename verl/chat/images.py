@@ -1,17 +1,36 @@
-"""Prompts with images: the placeholders that the chat template writes are apart from those that a text spells out."""
+"""Messages with images: the placeholders that the chat template writes are apart from those that a text spells out."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from verl.chat.bridge import PlainText, plain_text
-from verl.chat.template import Renderer, RowRefused, TemplateAudit, Tokenizer, refuse_dropped
+from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.template import Message, Renderer, RowRefused, TemplateAudit, Tokenizer, refuse_dropped
 from verl.data.media import PLACEHOLDER
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedRenderer(Renderer):
+    """A renderer of messages that have marks in the place of special tokens."""
+
+    plain: PlainText = field(kw_only=True)
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.plain.encode(text)
+
+    def ids(self, messages: Sequence[Message], *, prompt: bool) -> np.ndarray:
+        return self.encode(self.text(messages, prompt=prompt))
+
+    def both(self, messages: Sequence[Message], *, prompt: bool) -> tuple[str, np.ndarray]:
+        text = self.text(messages, prompt=prompt)
+        return text, self.encode(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +45,59 @@ class ImagePrompts:
         """Return the ids [P] int64 of the messages with the generation prompt, with one placeholder for each part of
         type image, and none else: one that a text spells out is text. Raise RowRefused if the template drops an
         image or a text."""
-        marked = [self._marked(m) for m in messages]
-        self._refuse_called(marked, r.tools)
+        marked = self.marked(messages, r.tools)
         text = r.text(marked, prompt=True)
         refuse_dropped(r, text, marked, audit, prompt=True)
         ids = self.plain.encode(text)
-        wanted = sum(part["type"] == "image" for m in marked for part in _parts(m))
-        if (found := int((ids == self.placeholder).sum())) != wanted:
-            raise RowRefused(f"images, which this chat template drops or repeats: {found} placeholders for {wanted}")
+        self.places(ids, marked)
         return ids
+
+    def conversation(
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        audit: TemplateAudit,
+        template_kwargs: Mapping[str, Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        train_from: int = 0,
+        last_only: bool = False,
+        may_skip_thinking: bool = False,
+    ) -> list[Rendered]:
+        """Return the rows of `render_conversation`, with one placeholder for each part of type image, and none else."""
+        marked = self.marked(messages, tools)
+        rows = render_conversation(
+            tokenizer,
+            marked,
+            audit,
+            template_kwargs,
+            tools=tools,
+            train_from=train_from,
+            last_only=last_only,
+            may_skip_thinking=may_skip_thinking,
+            renderer=partial(MarkedRenderer, plain=self.plain),
+        )
+        for row in rows:
+            if row.mask[self.places(row.ids, marked[: row.last + 1])].any():
+                raise RowRefused("an image in a turn of the assistant that is trained: what is trained is text")
+        return rows
+
+    def places(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """Return the positions of the placeholders in a rendering of these messages. Raise RowRefused if there is not
+        one for each image."""
+        found = np.flatnonzero(ids == self.placeholder)
+        wanted = sum(part["type"] == "image" for m in messages for part in _parts(m))
+        if len(found) != wanted:
+            raise RowRefused(
+                f"images, which this chat template drops or repeats: {len(found)} placeholders for {wanted}"
+            )
+        return found
+
+    def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
+        """Return the messages with marks in the place of the special tokens of images that their texts spell out."""
+        marked = [self._marked(m) for m in messages]
+        self._refuse_called(marked, tools)
+        return marked
 
     def _marked(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return the message with marks in the place of the special tokens of images that its text spells out."""

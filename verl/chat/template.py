@@ -112,6 +112,10 @@ class Renderer:
         assert isinstance(out, str), f"rendered text is a {type(out).__name__}"
         return out
 
+    def encode(self, text: str) -> np.ndarray:
+        """Return the ids [t] int64 of a rendering, or of one with more text behind it."""
+        return rendered_ids(self.tokenizer(text, add_special_tokens=False))
+
     def ids(self, messages: Sequence[Message], *, prompt: bool) -> np.ndarray:
         return rendered_ids(self._apply(messages, prompt=prompt, tokenize=True))
 
@@ -120,7 +124,7 @@ class Renderer:
         text = self.text(messages, prompt=prompt)
         if self.tokenizer.apply_chat_template.__module__ != "transformers.tokenization_utils_base":
             return text, self.ids(messages, prompt=prompt)  # a template method of the tokenizer's own: other ids
-        return text, rendered_ids(self.tokenizer(text, add_special_tokens=False))
+        return text, self.encode(text)
 
     def turn(self, messages: Sequence[Message], i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of the prompt of assistant turn i, and the ids of all messages up to and including that

@@ -31,7 +31,7 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     yield from _frozen_faults(config, kind)
     if kind is None:
         return
-    if command in TRAINS and (command != "train" or FAMILIES[kind].expansion is None):
+    if command in TRAINS and (command == "rm" or FAMILIES[kind].expansion is None):
         yield from text_faults(config, f"verl {command} reads rows of text alone for a {kind}")
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
     if kind in ON_ONE_RANK and engine_name(config, "model") != "torch":

@@ -23,7 +23,6 @@ from verl.chat.messages import Messages, messages_of_text, read_messages, refuse
 from verl.config.schema import DataConfig
 from verl.data.columns import are_schemas, question_of, refuse_history, refuse_marks, refuse_schemas, system_of
 from verl.data.files import RawRow
-from verl.data.media import refuse_media
 from verl.data.truths import GSM8K_ANSWER, GSM8K_INSTRUCTION, GSM8K_SOURCE, ground_truth_of, gsm8k_number, gsm8k_texts
 from verl.data.values import kind_of, names_of, object_in
 from verl.errors import Refused
@@ -288,7 +287,6 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
         raise Refused(f"{where}: {prefix}. Fix: the whole turn in the answer")
     if answer[-1]["role"] != "assistant" and row.get("chosen") is not None and row.get("rejected") is not None:
         raise Refused(f"{where}: a preference row: its answers are in 'chosen' and 'rejected'. Fix: {PREFERENCE}")
-    refuse_media(row, prompt + answer, where)
     messages = with_system(prompt + answer, cfg, row)
     return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, row_kwargs(row, where))
 

@@ -14,17 +14,19 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
+import marshal
 import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from verl.chat.conversation import Rendered
 from verl.chat.messages import Messages
 from verl.config.model_files import read_model_config
 from verl.data.media import is_media_column, refuse_media
@@ -176,6 +178,33 @@ def expanded(
         at += len(image.expansion.ids)
         start = int(place) + 1
     return np.concatenate([*parts, ids[start:]]), tuple(found)
+
+
+def expanded_row(row: Rendered, placeholder: int, images: Sequence[ImageFile]) -> Rendered:
+    """Return a row of training with the tokens of its images in the place of their placeholders. images: those of its
+    conversation, of which the row has the first ones."""
+    places = np.flatnonzero(row.ids == placeholder)
+    ids, seen = expanded(row.ids, placeholder, images[: len(places)])
+    lengths = np.ones(len(row.ids), np.int64)
+    lengths[places] = [len(image.expansion.ids) for image in images[: len(places)]]
+    return replace(row, ids=ids, mask=np.repeat(row.mask, lengths), images=seen)
+
+
+def cut_images(images: Sequence[TaskImage], first: int, end: int) -> tuple[TaskImage, ...]:
+    """Return the images of the tokens first:end of a row. Raise ValueError for one of which only a part is in them."""
+    if any(i.start < cut < i.start + i.tokens for i in images for cut in (first, end)):
+        raise ValueError("it would cut through an image")
+    return tuple(i._replace(start=i.start - first) for i in images if first <= i.start < end)
+
+
+def packed_images(images: Sequence[TaskImage]) -> np.ndarray:
+    """Return images as bytes of a table: [b] uint8, read by `images_of`."""
+    return np.frombuffer(marshal.dumps(tuple(map(tuple, images))), np.uint8) if images else np.zeros(0, np.uint8)
+
+
+def images_of(packed: np.ndarray) -> tuple[TaskImage, ...]:
+    """Return the images of an entry from its part of a table."""
+    return tuple(TaskImage(*image) for image in marshal.loads(packed.data)) if len(packed) else ()
 
 
 def unchanged(image: TaskImage) -> str:

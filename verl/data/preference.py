@@ -6,20 +6,22 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.conversation import Rendered
 from verl.chat.template import RowRefused, Tokenizer, shared
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import row_kwargs
+from verl.data.images import packed_images
 from verl.data.media import refuse_media
 from verl.data.pairs import PreferenceRow, gap_of, pair_of_texts, pair_row, unpaired_rows
 from verl.data.plain import text_ids
 from verl.data.render import Entry, RenderJob, RowCounts
-from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
+from verl.data.source import ConversationTable, LoadReport, images_key, load_arrays, refuse_empty, rules_of
 from verl.data.values import names_of
 from verl.errors import Refused
 
@@ -46,6 +48,11 @@ class PairTable:
     def __len__(self) -> int:
         return len(self.pairs)
 
+    @property
+    def has_images(self) -> bool:
+        """True if any row has an image."""
+        return any(pair.chosen.images for pair in self.pairs)
+
     def __getitem__(self, index: int) -> Pair:
         return self.pairs[index]
 
@@ -65,11 +72,13 @@ def load_pairs(
     template_kwargs: Mapping[str, Any] | None = None,
     max_rows: int | None = None,
     stops: tuple[int, ...] = (),
+    model: Path | None = None,
 ) -> PairTable:
     """Read, render and check all rows. A row of more than data.max_tokens_per_row tokens raises ValueError, or is
     dropped if data.truncation is left or right, since a cut answer is not the answer that was compared. stops: see
-    `RenderJob`."""
-    job = PairJob(tokenizer, cfg, template_kwargs or {}, stops, paired=paired, needs_gap=needs_gap)
+    `RenderJob` · model: see `load_tasks`."""
+    images = rules_of(model, cfg)
+    job = PairJob(tokenizer, cfg, template_kwargs or {}, stops, images, paired=paired, needs_gap=needs_gap)
     arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)
     answers, pairs = ConversationTable(arrays, report, key), list[Pair]()
@@ -80,7 +89,7 @@ def load_pairs(
     digest = hashlib.blake2b(digest_size=16)
     for name in ("ids_lengths", "ids", "mask"):
         digest.update(arrays[name].tobytes())
-    return PairTable(pairs, report, digest.hexdigest())
+    return PairTable(pairs, report, digest.hexdigest() + images_key(arrays))
 
 
 @dataclass(kw_only=True)
@@ -91,7 +100,7 @@ class PairJob(RenderJob):
     paired: bool
     needs_gap: bool
 
-    flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
+    flat: ClassVar = {"ids": np.int32, "mask": np.bool_, "images": np.uint8}
     scalar: ClassVar = {"desirable": np.bool_, "gap": np.float64}
 
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
@@ -102,16 +111,18 @@ class PairJob(RenderJob):
 
     def _entries_of(self, raw: RawRow, row: PreferenceRow, counts: RowCounts) -> list[Entry]:
         every = row.prompt + row.chosen + (row.rejected or ())
-        refuse_media(raw.row, every, raw.where)
-        self.count_text(every, raw.where, counts)
-        self.count_columns(raw, every, counts)
-        conversations = [row.prompt + answer for answer in (row.chosen, row.rejected) if answer is not None]
+        seen = self.seen(raw, every)
+        self.count_text(seen.messages, raw.where, counts)
+        self.count_columns(raw, seen.messages, counts)
         kwargs, start = {**self.template_kwargs, **row_kwargs(raw.row, raw.where)}, len(row.prompt)
+        end = start + len(row.chosen)
+        prompt, chosen, rejected = seen.messages[:start], seen.messages[start:end], seen.messages[end:]
+        if any(isinstance(m["content"], list) for m in chosen + rejected):
+            raise Refused(f"{raw.where}: an image in an answer. Fix: images in the prompt, which both answers share")
         rendered = [
-            render_conversation(
-                self.tokenizer, messages, self.audit, kwargs, tools=row.tools, train_from=start, last_only=True
-            )[-1]
-            for messages in conversations
+            self.conversation(seen._replace(messages=prompt + answer), kwargs, row.tools, start, last_only=True)[-1]
+            for answer in (chosen, rejected)
+            if answer
         ]
         return self._fitting(raw, rendered, row.gap, row.desirable)
 
@@ -149,4 +160,4 @@ class PairJob(RenderJob):
                 )
             raise RowRefused("too long")
         facts = {"desirable": desirable, "gap": math.nan if gap is None else gap}
-        return [{"ids": r.ids, "mask": r.mask, **facts} for r in rendered]
+        return [{"ids": r.ids, "mask": r.mask, "images": packed_images(r.images), **facts} for r in rendered]

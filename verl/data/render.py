@@ -48,7 +48,7 @@ from verl.data.formats import (
     with_hint,
     with_system,
 )
-from verl.data.images import ImageFile, ImageRules, expanded
+from verl.data.images import ImageRules, SeenRow, cut_images, expanded, expanded_row, packed_images
 from verl.data.lost import Coverage, texts_of
 from verl.data.media import refuse_media
 from verl.data.plain import TEXT, ids_row, plain_column, text_row, unread_columns
@@ -173,6 +173,37 @@ class RenderJob:
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         raise NotImplementedError
 
+    def seen(self, raw: RawRow, messages: Messages) -> SeenRow:
+        """Return the row with its images. Raise Refused if it has media that the model does not read."""
+        if self.images is not None:
+            return self.images.seen(raw.row, messages, raw.where)
+        refuse_media(raw.row, messages, raw.where)
+        return SeenRow(messages, raw.row, raw.row, ())
+
+    def conversation(
+        self,
+        seen: SeenRow,
+        kwargs: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]],
+        train_from: int,
+        *,
+        last_only: bool = False,
+        may_skip_thinking: bool = False,
+    ) -> list[Rendered]:
+        """Return the training rows of a conversation (`render_conversation`) with the tokens of its images."""
+        render = render_conversation if self.images is None else self._image_prompts.conversation
+        rows = render(
+            self.tokenizer,
+            seen.messages,
+            self.audit,
+            kwargs,
+            tools=tools,
+            train_from=train_from,
+            last_only=last_only,
+            may_skip_thinking=may_skip_thinking,
+        )
+        return rows if self.images is None else [expanded_row(r, self.images.placeholder, seen.images) for r in rows]
+
     def count_text(self, messages: Sequence[Message], where: str, counts: RowCounts) -> None:
         """Count, in a row's messages, text without ids, text that is read as control tokens, and keys that are not
         read."""
@@ -255,13 +286,9 @@ class PromptJob(RenderJob):
 
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         task, limit = task_row(raw, self.cfg, self.players), self.cfg.max_prompt_tokens
-        named, files = raw.row, tuple[ImageFile, ...]()
-        if self.images is None:
-            refuse_media(raw.row, task.messages, raw.where)
-        else:
-            messages, row, named, files = self.images.seen(raw.row, task.messages, raw.where)
-            facts = {"images": [image.path for image in files], **task.extra_info} if files else task.extra_info
-            raw, task = RawRow(raw.where, row), task._replace(messages=messages, extra_info=facts)
+        messages, row, named, files = self.seen(raw, task.messages)
+        facts = {"images": [image.path for image in files], **task.extra_info} if files else task.extra_info
+        raw, task = RawRow(raw.where, row), task._replace(messages=messages, extra_info=facts)
         for name, value in row_kwargs(raw.row, raw.where).items():
             if name not in self.template_kwargs or self.template_kwargs[name] != value:
                 prefix = f"the row sets {name}={value!r} for the chat template, and a run has one setting for all rows"
@@ -301,8 +328,7 @@ class PromptJob(RenderJob):
         counts.judged = counts.judged or (raw.where if asks_for_a_judge(raw) else "")
         self._count_truth(raw, task, counts)
         blob = np.frombuffer(marshal.dumps((raw.row, tuple(task))), np.uint8)
-        seen = np.frombuffer(marshal.dumps(tuple(map(tuple, images))), np.uint8) if images else np.zeros(0, np.uint8)
-        number = int(content_hash(named, ID_BYTES), 16)
+        number, seen = int(content_hash(named, ID_BYTES), 16), packed_images(images)
         return [{"ids": ids, "rows": blob, "images": seen, "context": context, "answer": answer, "hashes": number}]
 
     def _refuse_beside_images(self, where: str) -> None:
@@ -381,7 +407,7 @@ class PromptJob(RenderJob):
 class ConversationJob(RenderJob):
     """Renders SFT rows to ids and loss masks. One row may give several entries (see render_conversation)."""
 
-    flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
+    flat: ClassVar = {"ids": np.int32, "mask": np.bool_, "images": np.uint8}
 
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         if (column := plain_column(raw.row, self.cfg)) is not None:
@@ -389,41 +415,40 @@ class ConversationJob(RenderJob):
             if column == TEXT and isinstance(raw.row[TEXT], str):
                 self.count_text([{"content": raw.row[TEXT]}], raw.where, counts)
             found = text_row(self.tokenizer, raw.row, raw.where) if column == TEXT else ids_row(raw.row, raw.where)
-            return [{"ids": r.ids, "mask": r.mask} for r in [self._fit(found, raw.where, counts)]]
+            return [self._fit(found, raw.where, counts)]
         row = conversation_row(raw, self.cfg)
+        seen = self.seen(raw, row.messages)
         for column in unread_columns(raw.row, self.cfg):
             counts.unread.setdefault(f"column {column!r} is not read: the row has another conversation", raw.where)
-        self.count_text(row.messages, raw.where, counts)
-        self.count_columns(raw, row.messages, counts)
+        self.count_text(seen.messages, raw.where, counts)
+        self.count_columns(raw, seen.messages, counts)
         kwargs = {**self.template_kwargs, **row.template_kwargs}
-        rendered = render_conversation(
-            self.tokenizer,
-            row.messages,
-            self.audit,
-            kwargs,
-            tools=row.tools,
-            train_from=row.train_from,
-            may_skip_thinking=True,
-        )
+        rendered = self.conversation(seen, kwargs, row.tools, row.train_from, may_skip_thinking=True)
         counts.rows_unthinking += any(r.unthinking for r in rendered)
-        return [{"ids": r.ids, "mask": r.mask} for r in [self._fit(r, raw.where, counts) for r in rendered]]
+        return [self._fit(r, raw.where, counts) for r in rendered]
 
-    def _fit(self, row: Rendered, where: str, counts: RowCounts) -> Rendered:
+    def _fit(self, row: Rendered, where: str, counts: RowCounts) -> Entry:
+        """Return the entry of a row, which is cut if it is too long."""
         length, limit = len(row.ids), self.cfg.max_tokens_per_row
         if length <= limit:
-            return row
+            return {"ids": row.ids, "mask": row.mask, "images": packed_images(row.images)}
         if self.cfg.truncation == "error":
             raise Refused(
                 f"{where}: the row has {length} tokens, data.max_tokens_per_row is {limit}."
                 " Fix: data.truncation=left|right, or a higher limit"
             )
         keep = kept_positions(length, limit, self.cfg.truncation)
+        try:
+            images = cut_images(row.images, int(keep[0]), int(keep[-1]) + 1)
+        except ValueError as e:
+            cut = f"{length} tokens, and data.truncation={self.cfg.truncation} to data.max_tokens_per_row={limit}"
+            raise Refused(f"{where}: the row has {cut}: {e}. Fix: a higher limit, or smaller images") from e
         ids, mask = row.ids[keep], row.mask[keep].copy()
         mask[0] = False  # nothing predicts the first token
         if not mask.any():
             raise RowRefused(CUT_AWAY, f"{length} tokens, data.max_tokens_per_row={limit}")
         counts.rows_truncated += 1
-        return Rendered(ids, mask)
+        return {"ids": ids, "mask": mask, "images": packed_images(images)}
 
 
 @dataclass(frozen=True, slots=True)

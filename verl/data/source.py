@@ -12,7 +12,7 @@ import marshal
 import pickle
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -27,7 +27,7 @@ from verl.data.cursor import Cursor, Draw
 from verl.data.dataset_class import rows_of_class
 from verl.data.files import DataFile, expand_files, fingerprint, read_rows
 from verl.data.formats import ONE_ANSWER, Players, TaskRow
-from verl.data.images import image_rules, unchanged
+from verl.data.images import ImageRules, image_rules, images_of, unchanged
 from verl.data.lost import lost_lines
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, PromptJob, RenderJob, RowCounts, merge
@@ -92,6 +92,11 @@ class _Table:
     def __len__(self) -> int:
         return len(self._ends["ids"])
 
+    @property
+    def has_images(self) -> bool:
+        """True if any row has an image."""
+        return len(self._arrays["images"]) > 0
+
     def _part(self, name: str, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} of a table with {len(self)} entries")
@@ -101,11 +106,6 @@ class _Table:
 
 class TaskTable(_Table):
     """The table of RL prompts. Rows are parsed when the table is made; reading an entry only decodes it."""
-
-    @property
-    def has_images(self) -> bool:
-        """True if any row has an image."""
-        return len(self._arrays["images"]) > 0
 
     def __getitem__(self, index: int) -> Task:
         index = int(index)
@@ -123,16 +123,12 @@ class TaskTable(_Table):
         return next(map(int, np.flatnonzero(self._arrays["images_lengths"])), None)
 
 
-def images_of(packed: np.ndarray) -> tuple[TaskImage, ...]:
-    """Return the images of an entry from its part of the table."""
-    return tuple(TaskImage(*image) for image in marshal.loads(packed.data)) if len(packed) else ()
-
-
 class ConversationTable(_Table):
     """The table of SFT rows: ids and loss masks. One row of the data may have several entries."""
 
     def __getitem__(self, index: int) -> Rendered:
-        return Rendered(self._part("ids", index).astype(np.int64), self._part("mask", index).astype(np.bool_))
+        ids, mask = self._part("ids", index).astype(np.int64), self._part("mask", index).astype(np.bool_)
+        return Rendered(ids, mask, images=images_of(self._part("images", index)))
 
 
 def load_tasks(
@@ -152,7 +148,7 @@ def load_tasks(
     stops: see `RenderJob`
     model: the folder of the policy, which may read images; None: rows with images are refused
     """
-    images = None if model is None else image_rules(model, cache_path(cfg.cache_dir, "").parent / "media")
+    images = rules_of(model, cfg)
     job = PromptJob(tokenizer, cfg, template_kwargs or {}, stops, players=players, images=images)
     arrays, report, key = load_arrays(files, job, max_rows)
     if report.refused:
@@ -175,20 +171,35 @@ def load_conversations(
     template_kwargs: Mapping[str, Any] | None = None,
     max_rows: int | None = None,
     stops: tuple[int, ...] = (),
+    model: Path | None = None,
 ) -> ConversationTable:
     """Render and tokenise SFT conversations with exact loss masks. Rows that have no exact mask are dropped and
     counted.
 
     stops: see `RenderJob`
+    model: see `load_tasks`
     """
     if cfg.truncation == "middle":
         raise Refused(
             "data.truncation=middle: a conversation cut in its middle joins words that nobody wrote."
             " Fix: error, left or right"
         )
-    arrays, report, key = load_arrays(files, ConversationJob(tokenizer, cfg, template_kwargs or {}, stops), max_rows)
+    job = ConversationJob(tokenizer, cfg, template_kwargs or {}, stops, images=rules_of(model, cfg))
+    arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)
-    return ConversationTable(arrays, report, key)
+    return ConversationTable(arrays, report, key + images_key(arrays))
+
+
+def rules_of(model: Path | None, cfg: DataConfig) -> ImageRules | None:
+    """Return the reader of images for the model in a folder; None if its rows are rendered as text."""
+    return None if model is None else image_rules(model, cache_path(cfg.cache_dir, "").parent / "media")
+
+
+def images_key(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return a hash of the sizes of all images of a table, which are the same on every node; "" if it has none."""
+    parts = _entries_of(arrays)
+    sizes = [(i.num_bytes, i.start, i.tokens) for images in parts for i in images]
+    return hashlib.blake2b(repr(sizes).encode(), digest_size=16).hexdigest() if sizes else ""
 
 
 def refuse_empty(report: LoadReport) -> None:
@@ -246,11 +257,14 @@ def load_arrays(
 
 def _images_changed(arrays: Mapping[str, np.ndarray]) -> bool:
     """Return True if a file of an image in a cached table is another one now, or gone."""
-    if "images" not in arrays or not len(arrays["images"]):
-        return False
-    ends = np.cumsum(arrays["images_lengths"])
-    parts = (images_of(arrays["images"][a:b]) for a, b in zip(ends - arrays["images_lengths"], ends))
-    return any(unchanged(image) for images in parts for image in images)
+    return any(unchanged(image) for images in _entries_of(arrays) for image in images)
+
+
+def _entries_of(arrays: Mapping[str, np.ndarray]) -> Iterator[tuple[TaskImage, ...]]:
+    """Yield the images of each entry of a table."""
+    if len(arrays["images"]):
+        ends = np.cumsum(arrays["images_lengths"])
+        yield from (images_of(arrays["images"][a:b]) for a, b in zip(ends - arrays["images_lengths"], ends))
 
 
 def _class_rows(files: Sequence[str], job: RenderJob, max_rows: int | None) -> tuple[DataFile, OwnFolder]:

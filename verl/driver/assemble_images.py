@@ -3,7 +3,7 @@ have."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from verl.algorithms.sections import TEACHER
@@ -35,15 +35,24 @@ def refuse_images(config: Config, tasks: TaskTable, eval_tasks: list[Task], medi
     file, row = ("train_files", trained) if trained is not None else ("eval_files", evaluated)
     fix = f"Fix: rows of text (the first one with images is row {row} of data.{file})"
     if media is None:
-        stores = "Fix: queue.engine=shared, whose processes are on one host, or rows of text"
-        found = f"row {row} of data.{file} has images, and this queue stores none"
-        raise Refused(f"queue.engine={engine_name(config, 'queue')}: {found}. {stores}")
+        raise _unstored(config, f"row {row} of data.{file} has images")
     if config.reward.model is not None:
         why = "a reward model reads prompts and answers as text, placeholders in the place of images"
         raise Refused(f"reward.model={config.reward.model}: {why}. {fix}, or a reward function (reward.path)")
     for key, path in _readers(config) if trained is not None else ():
         if why := _unlike(config, path):
             raise Refused(f"{key}={path}: {why}. {fix}, or a model of the policy's family")
+
+
+def refuse_unstored(config: Config, has_images: Sequence[bool], media: MediaStore | None) -> None:
+    """Raise Refused if a table of a supervised run has images, and the queue stores none."""
+    if media is None and any(has_images):
+        raise _unstored(config, "rows have images")
+
+
+def _unstored(config: Config, found: str) -> Refused:
+    fix = "Fix: queue.engine=shared, whose processes are on one host, or rows of text"
+    return Refused(f"queue.engine={engine_name(config, 'queue')}: {found}, and this queue stores none. {fix}")
 
 
 def _readers(config: Config) -> Iterator[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,12 @@ from verl.algorithms.presets import preference
 from verl.chat import turn_end
 from verl.config.backends import layout_of
 from verl.config.load import Resolved
+from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, load_conversations
 from verl.driver.assemble import context_of, learner_of, reporter_of, total_steps_of, trained_roles
+from verl.driver.assemble_images import refuse_unstored
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.identity import start_beside_folder
 from verl.driver.models import hf_export, trained, workers_of
@@ -32,13 +34,15 @@ from verl.driver.setup import (
     load_tokenizer_of,
     pad_id,
     refuse_unembedded,
+    refuse_untrained,
     set_up_worker,
     stop_ids,
     template_lines,
     with_native_dtype,
 )
-from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
+from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, StoreImage, reference_logprobs
 from verl.driver.supervised import TRAINER, SupervisedRun
+from verl.driver.task_media import images_stored
 from verl.driver.together import open_together
 from verl.errors import Refused
 from verl.planner.disk import checkpoint_bytes
@@ -66,6 +70,7 @@ async def assemble_supervised(
     if command == "rm":
         hf_export(config, head="score")  # refuses what could not be saved
     stages = _stages(config, command, tokenizer)
+    refuse_untrained(config, command, stages[0].table)
     drivers = _drivers(config, stages) if launch else None
     made = stages[0].table.report.contents
     claimed = open_together(resolved, command, drivers, made) if drivers else open_run_dir(resolved, command, made)
@@ -100,6 +105,7 @@ async def _run_of(
     longest = config.data.max_tokens_per_row
     context = context_of(config, roles, updates=num_steps, crash_dir=crash_dir, drivers=drivers, longest=longest)
     refused.callback(context.cluster.close)
+    refuse_unstored(config, [one.table.has_images for one in (stage, eval_stage) if one], context.queue.media)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
     trainer = workers_of(context, trained(context, TRAINER, head=head, share_prefix=share, hf_export=export))
     learner = learner_of(context, None, {TRAINER: trainer}, waits)
@@ -134,9 +140,10 @@ async def _run_of(
     )
 
 
-async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Return the log-probs of the trainable tokens of each row, float32."""
-    refs = await learner.rows.put(samples)
+async def _logprobs(learner: Learner, made: Callable[[StoreImage], list[Sample]]) -> list[np.ndarray]:
+    """Return the log-probs of the trainable tokens of each row that the function makes, float32."""
+    with images_stored(learner.queue.media, "rows of the start weights") as store:
+        refs = await learner.rows.put(made(store))
     found = await learner.done(learner.models[TRAINER].logprobs(refs), "trainer.logprobs")
     learner.rows.drop(refs)
     return found
@@ -161,9 +168,11 @@ def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers
 def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage | None, str]:
     """Return the training stage, the evaluation stage if there are evaluation files, and a line about the rows."""
     kwargs, p, stops = config.model.template_kwargs, config.preference, stop_ids(config, tokenizer)
+    model = find_model_folder(config.model.path)
     files = ((config.data.train_files, config.data.max_rows), (config.data.eval_files, config.data.max_eval_rows))
     if command == "sft":
         read = partial(load_conversations, tokenizer=tokenizer, cfg=config.data, template_kwargs=kwargs, stops=stops)
+        read = partial(read, model=model)
         tables = [read(f, max_rows=n) if f else None for f, n in files]
         assert tables[0] is not None, "validated"
         refuse_unembedded(config, tokenizer, *(table.report for table in tables if table))
@@ -180,6 +189,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
             "step.prompts_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
         )
     kind: dict[str, Any] = {"paired": paired, "needs_gap": needs_gap, "template_kwargs": kwargs, "stops": stops}
+    kind["model"] = model if command == "dpo" else None
     pairs = [load_pairs(f, tokenizer, config.data, max_rows=n, **kind) if f else None for f, n in files]
     assert pairs[0] is not None, "validated"
     refuse_unembedded(config, tokenizer, *(table.report for table in pairs if table))

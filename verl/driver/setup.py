@@ -31,7 +31,8 @@ from verl.config.image_models import text_faults
 from verl.config.model_files import declared_tie, describe_model, read_model_config, read_weight_headers
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
-from verl.data.source import LoadReport, TaskTable
+from verl.data.preference import PairTable
+from verl.data.source import ConversationTable, LoadReport, TaskTable
 from verl.driver.driver_host import DriverHost
 from verl.errors import Refused
 from verl.planner.card import CardFacts
@@ -178,10 +179,10 @@ def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> N
             )
 
 
-def refuse_untrained(config: Config, command: str, tasks: TaskTable) -> None:
+def refuse_untrained(config: Config, command: str, table: TaskTable | ConversationTable | PairTable) -> None:
     """Raise Refused for settings of parts that are not trained, since no training row has an image."""
-    if command in TRAINS and not tasks.has_images:
-        why = f"the {len(tasks)} rows of {', '.join(tasks.report.files)} are text alone"
+    if command in TRAINS and not table.has_images:
+        why = f"the {len(table)} rows of {', '.join(table.report.files)} are text alone"
         if lines := [*text_faults(config, why)]:
             raise Refused("\n".join(lines))
 

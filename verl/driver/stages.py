@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,16 @@ from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.preference import Pair, PairTable
 from verl.data.source import ConversationTable
 from verl.objective import Term
-from verl.types import Sample, Segment
+from verl.types import Medium, Sample, Segment, TaskImage
 from verl.workers.group import Drivers
 
 ROWS_AT_ONCE = 64  # rows of which the log-probs of the start weights are computed in one call
 SFT_TERMS = (Term(name="loss", fn=nll, aggregate="token-mean"),)
 StageColumns = dict[str, Tensor]
-LogprobsOf = Callable[[list[Sample]], Awaitable[list[np.ndarray]]]
+StoreImage = Callable[[TaskImage], str]
+"""Stores the content of an image, and returns its reference."""
+LogprobsOf = Callable[[Callable[[StoreImage], list[Sample]]], Awaitable[list[np.ndarray]]]
+"""Computes the log-probs of the samples that the given function makes."""
 
 
 @dataclass(slots=True)
@@ -36,8 +40,10 @@ class SftStage:
     table: ConversationTable
     terms: tuple[Term, ...] = SFT_TERMS
 
-    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]:
-        return [sample_of(self.table[i], name) for i, name in zip(indices, names, strict=True)], {}
+    def rows(
+        self, indices: Sequence[int], names: Sequence[str], store: StoreImage
+    ) -> tuple[list[Sample], StageColumns]:
+        return [sample_of(self.table[i], name, store) for i, name in zip(indices, names, strict=True)], {}
 
 
 @dataclass(slots=True)
@@ -58,13 +64,15 @@ class PreferenceStage:
         other = self.table[(i + 1) % len(self.table)]
         return [(CHOSEN if pair.desirable else REJECTED, pair.chosen), (MISMATCHED, _mismatched(pair, other))]
 
-    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]:
+    def rows(
+        self, indices: Sequence[int], names: Sequence[str], store: StoreImage
+    ) -> tuple[list[Sample], StageColumns]:
         samples: list[Sample] = []
         facts: list[dict[str, float]] = []
         ref: list[np.ndarray] = []
         for j, (i, name) in enumerate(zip(indices, names, strict=True)):
             for k, (side, row) in enumerate(self.entries(i)):
-                samples.append(self.sample(row, f"{name}{k}", name))
+                samples.append(self.sample(row, f"{name}{k}", name, store))
                 facts.append({"side": side, "pair": float(j), "gap": self.table[i].gap or 0.0})
                 if self.reference is not None:
                     ref.append(self.reference.of(i, k))
@@ -73,8 +81,8 @@ class PreferenceStage:
             columns["ref_logprobs"] = torch.from_numpy(np.concatenate(ref))
         return samples, columns
 
-    def sample(self, row: Rendered, name: str, group: str) -> Sample:
-        return sample_of(row, name, group)
+    def sample(self, row: Rendered, name: str, group: str, store: StoreImage) -> Sample:
+        return sample_of(row, name, store, group)
 
 
 @dataclass(slots=True)
@@ -84,13 +92,14 @@ class RewardStage(PreferenceStage):
 
     end: TurnEnd = NO_TURN_END
 
-    def sample(self, row: Rendered, name: str, group: str) -> Sample:
+    def sample(self, row: Rendered, name: str, group: str, store: StoreImage) -> Sample:
+        assert not row.images, "no head for scores reads images"
         return scored_sample(row, name, group, self.end)
 
 
 Stage = SftStage | PreferenceStage
-"""A data set and its objective. `rows(indices, names)` returns the samples of these entries, and their columns [L] in
-the order of the rows."""
+"""A data set and its objective. `rows(indices, names, store)` returns the samples of these entries, whose images it
+stores, and their columns [L] in the order of the rows."""
 
 
 @dataclass(slots=True)
@@ -131,7 +140,7 @@ async def reference_logprobs(
     count = len(stage.table)
     for at in range(0, count, ROWS_AT_ONCE):
         rows = [(i, entry) for i in range(at, min(at + ROWS_AT_ONCE, count)) for entry in stage.entries(i)]
-        parts += await logprobs_of([sample_of(row, f"{i}/{k}", f"{i}") for k, (i, (_, row)) in enumerate(rows)])
+        parts += await logprobs_of(partial(_samples, rows))
     per_row = len(stage.entries(0))
     arrays = {
         "values": np.concatenate(parts).astype(np.float32),
@@ -142,16 +151,22 @@ async def reference_logprobs(
     return Reference(arrays["values"], arrays["starts"], per_row)
 
 
+def _samples(rows: Sequence[tuple[int, tuple[float, Rendered]]], store: StoreImage) -> list[Sample]:
+    return [sample_of(row, f"{i}/{k}", store, f"{i}") for k, (i, (_, row)) in enumerate(rows)]
+
+
 def _key(stage: PreferenceStage, model_dir: Path, dtype: str, start: str) -> str:
     digest = hashlib.blake2b(f"{stage.table.key} {stage.paired} {dtype}{start}".encode(), digest_size=16)
+    for image in (image for pair in stage.table.pairs for image in pair.chosen.images):
+        digest.update(repr(image).encode())
     for file in sorted([*model_dir.glob("*.safetensors"), *model_dir.glob("*.bin"), model_dir / "config.json"]):
         with open(file, "rb") as stream:
             digest.update(file.name.encode() + hashlib.file_digest(stream, "blake2b").digest())
     return digest.hexdigest()
 
 
-def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
-    """Return a conversation as a sample: supervised tokens are trainable, the others are context."""
+def sample_of(row: Rendered, name: str, store: StoreImage, group: str | None = None) -> Sample:
+    """Return a conversation as a sample: supervised tokens are trainable, the others are context, with the images."""
     edges = np.flatnonzero(np.diff(row.mask.astype(np.int8))) + 1
     segments = []
     for a, b in zip([0, *edges], [*edges, len(row.ids)]):
@@ -160,7 +175,8 @@ def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
                 Segment(ids=row.ids[a:b], source="sampled", logprobs=np.zeros(b - a, np.float32), version=0)
             )
         else:
-            segments.append(Segment(ids=row.ids[a:b], source="env" if a else "prompt"))
+            media = tuple(Medium(store(i), i.start - int(a), i.tokens) for i in row.images if a <= i.start < b)
+            segments.append(Segment(ids=row.ids[a:b], source="env" if a else "prompt", media=media))
     return Sample(
         sample_id=name,
         trajectory_id=name,
@@ -193,6 +209,7 @@ def _mismatched(pair: Pair, other: Pair) -> Rendered:
     return Rendered(
         np.concatenate([pair.chosen.ids[:a], other.chosen.ids[b:]]),
         np.concatenate([pair.chosen.mask[:a], other.chosen.mask[b:]]),
+        images=pair.chosen.images,
     )
 
 

@@ -21,6 +21,7 @@ from verl.driver.stages import Stage
 from verl.driver.state import DriverState, restore_rng, rng_state
 from verl.driver.step import Step, inputs_of
 from verl.driver.stopping import StopRequest
+from verl.driver.task_media import images_stored
 from verl.types import Metrics, Refs, merge_metrics
 from verl.workers.model_workers import OptimizerStep
 
@@ -96,9 +97,10 @@ async def _evaluate(run: SupervisedRun, step: Step) -> None:
 
 
 async def put_rows(learner: Learner, stage: Stage, indices: Sequence[int], names: Sequence[str]) -> Refs:
-    """Put the samples of these entries into the queue, with the stage's own columns."""
-    samples, columns = stage.rows(indices, names)
-    refs = await learner.rows.put(samples)
+    """Put the samples of these entries into the queue, with their images and the stage's own columns."""
+    with images_stored(learner.queue.media, f"rows from {names[0]}") as store:
+        samples, columns = stage.rows(indices, names, store)
+        refs = await learner.rows.put(samples)
     offsets = np.cumsum([0, *(r.loss_tokens for r in refs)], dtype=np.int64)
     learner.queue.write(refs, {name: Ragged(column, offsets) for name, column in columns.items()})
     return refs

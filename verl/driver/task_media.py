@@ -1,16 +1,17 @@
-"""The images of tasks that are played: their content is in the queue's store from the admission of a task until its
-rows are stored, which then own it, or until it is released."""
+"""The images of tasks and of supervised rows: their content is in the queue's store from the admission of a task until
+its rows are stored, which then own it, or until it is released."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.data.images import unchanged
+from verl.errors import Refused
 from verl.transfer_queue.base import MediaStore
 from verl.types import Medium, Task, TaskImage
 
@@ -46,6 +47,37 @@ class LostImage(ValueError):
     """The file of an image is missing, or another one than when the rows were read."""
 
 
+@contextmanager
+def images_stored(store: MediaStore | None, owner: str) -> Iterator[Callable[[TaskImage], str]]:
+    """Give a function that stores the content of an image and returns its reference. The owner has the content
+    meanwhile. Raise Refused for a file that cannot be read."""
+    kept: dict[str, str] = {}
+
+    def stored(image: TaskImage) -> str:
+        assert store is not None, "a queue without a store refuses rows with images at the start"
+        if image.path not in kept:
+            try:
+                kept[image.path] = store.put(_content(image), owner)
+            except LostImage as e:
+                raise Refused(f"{e}. Fix: the file as it was; then the same command continues the run") from e
+        return kept[image.path]
+
+    try:
+        yield stored
+    finally:
+        if kept and store is not None:
+            store.drop([owner])
+
+
+def _content(image: TaskImage) -> bytes:
+    if why := unchanged(image):
+        raise LostImage(why)
+    try:
+        return Path(image.path).read_bytes()
+    except OSError as e:
+        raise LostImage(f"{image.path}: {e.strerror}") from e
+
+
 def _media(
     store: MediaStore, images: tuple[TaskImage, ...], owner: str, released: threading.Event
 ) -> tuple[Medium, ...]:
@@ -56,13 +88,7 @@ def _media(
         for image in images:
             if released.is_set():
                 break
-            if why := unchanged(image):
-                raise LostImage(why)
-            try:
-                content = Path(image.path).read_bytes()
-            except OSError as e:
-                raise LostImage(f"{image.path}: {e.strerror}") from e
-            found.append(Medium(store.put(content, owner), image.start, image.tokens))
+            found.append(Medium(store.put(_content(image), owner), image.start, image.tokens))
     finally:
         if released.is_set():
             store.drop([owner])
