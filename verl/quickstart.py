@@ -5,7 +5,7 @@
     python -m verl.quickstart task=shapes
 
 All steps use the commands of real runs (`verl sft`, `verl train`); only the model, the tokenizer and the data are made
-here, and the warm-up of `shapes`.
+here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rich.table import Table
 
 from verl.cli import guarded
 from verl.errors import Refused
-from verl.recipes import arithmetic, shapes, shapes_warmup, tool_arithmetic
+from verl.recipes import arithmetic, shapes, tool_arithmetic
 from verl.track.samples import SampleRow
 
 SFT_ROWS, RL_ROWS, HELD_OUT_ROWS = 32000, 4096, 256
@@ -63,7 +63,7 @@ class Start:
 
 def quickstart(overrides: list[str]) -> int:
     from verl.config.load import load_config
-    from verl.driver.launch import run_rl
+    from verl.driver.launch import run_rl, run_supervised
 
     console = Console()
     given = dict(a.partition("=")[::2] for a in overrides if "=" in a)
@@ -96,7 +96,10 @@ def quickstart(overrides: list[str]) -> int:
     load_config([f"model.path={base}", *rl])  # errors in it are reported before the warm-up
 
     console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on that teacher")
-    warm = warmed(start, base, home, given, common)
+    args = [f"recipe={start.recipe}_warmup", f"model.path={base}", *common]
+    args.append(f"data.train_files=[{start.file(home, 'sft')}]")
+    args += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
+    warm = last_export(run_supervised(load_config(args), "sft", title=f"{start.recipe}: warm-up (SFT)").dir)
     seconds["sft"] = time.monotonic() - started - seconds["make"]
 
     console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right answer, 0 otherwise")
@@ -104,22 +107,6 @@ def quickstart(overrides: list[str]) -> int:
     seconds["rl"] = run_rl(resolved, title=f"{start.recipe}: GRPO", quiet=True).seconds
     _close(console, home, seed, seconds, time.monotonic() - started)
     return 0
-
-
-def warmed(start: Start, base: Path, home: Path, given: Mapping[str, str], common: list[str]) -> Path:
-    """Train the model on the teacher's rows. Return the folder of the result."""
-    from verl.config.load import load_config
-    from verl.driver.launch import run_supervised
-
-    rows = start.file(home, "sft")
-    if start.pictures:
-        done = home / "warmup"
-        steps, seed = int(given.get("warmup_steps", shapes_warmup.STEPS)), int(given.get("run.seed", "0"))
-        kept = (done / "tokenizer.json").exists()
-        return done if kept else shapes_warmup.warm_up(base, rows, done, steps=steps, seed=seed)
-    args = [f"recipe={start.recipe}_warmup", f"model.path={base}", *common, f"data.train_files=[{rows}]"]
-    args += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
-    return last_export(run_supervised(load_config(args), "sft", title=f"{start.recipe}: warm-up (SFT)").dir)
 
 
 def make_inputs(home: Path, seed: int) -> Path:

@@ -21,7 +21,7 @@ from verl.data.media import refuse_media
 from verl.data.pairs import PreferenceRow, gap_of, pair_of_texts, pair_row, unpaired_rows
 from verl.data.plain import text_ids
 from verl.data.render import Entry, RenderJob, RowCounts
-from verl.data.source import ConversationTable, LoadReport, images_key, load_arrays, refuse_empty, rules_of
+from verl.data.source import ConversationTable, LoadReport, images_key, load_arrays, refuse_empty, rules_of_model
 from verl.data.values import names_of
 from verl.errors import Refused
 
@@ -77,7 +77,7 @@ def load_pairs(
     """Read, render and check all rows. A row of more than data.max_tokens_per_row tokens raises ValueError, or is
     dropped if data.truncation is left or right, since a cut answer is not the answer that was compared. stops: see
     `RenderJob` · model: see `load_tasks`."""
-    images = rules_of(model, cfg)
+    images = rules_of_model(model, cfg)
     job = PairJob(tokenizer, cfg, template_kwargs or {}, stops, images, paired=paired, needs_gap=needs_gap)
     arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)
