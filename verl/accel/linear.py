@@ -25,8 +25,8 @@ class Layers(Protocol):
         lo: int,
         sets: Sequence[LowRankRows] = (),
     ) -> Tensor:
-        """Compute x [n, hidden] in place, and return it. positions [n] · slots [n] or None · turns complex64 [kinds,
-        positions, D/2] · kv float32 [layers, 2, slots, K, capacity, D] · sets: rows to which factors are added. Row i
+        """Compute x [n, hidden] float32 in place, and return it. positions [n] · slots [n] or None · turns complex64
+        [kinds, positions, D/2] · kv [layers, 2, slots, K, capacity, D] · sets: rows to which factors are added. Row i
         uses slot lo + i, or lo + slots[i]."""
         ...
 
@@ -81,8 +81,9 @@ class FilledLinear(Linear, Protocol):
     """The tensor into which the weights are written."""
 
     def fill(self, weight: Tensor, first: int = 0, pairs: int = 0) -> None:
-        """Write a weight [n, K] float32 as the rows first .. first + n. pairs: reorder the D/2 pairs of each head so
-        that the two halves are neighbours, as RoPE pairs them; 0: keep the order of rows."""
+        """Write a weight [n, K], float32 or in the dtype of `memory`, as the rows first .. first + n. pairs: reorder
+        the D/2 pairs of each head so that the two halves are neighbours, as RoPE pairs them; 0: keep the order of
+        rows."""
         ...
 
 
@@ -127,6 +128,11 @@ class Products(Protocol):
     """The product reads the tensors from which it was made; otherwise they can be freed."""
     fills: bool
     """`empty` is supported."""
+
+    @property
+    def wide_residual(self) -> bool:
+        """`add_to` adds to a residual in float32, which the norms of the kernels read, whatever the dtype of x is."""
+        ...
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Return the product with a weight [N, K]."""
@@ -184,6 +190,7 @@ class SingleProducts:
     keeps: bool
     exact_rows: bool = False
     fills: bool = False
+    wide_residual: bool = False
 
     def in_rows(self, weight: Tensor) -> Linear:
         return Plain(weight, None)

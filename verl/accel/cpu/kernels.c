@@ -268,7 +268,7 @@ static inline long pack_lines(const float *const from[PANEL], float *to, long de
 }
 
 /* W [width, depth] -> rows first .. first + width of the panels; the other rows stay as they are */
-void pack(const float *weight, float *panels, long first, long width, long depth, long pairs, long threads) {
+void pack_float32(const float *weight, float *panels, long first, long width, long depth, long pairs, long threads) {
     const long end = first + width;
     (void)threads;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -303,7 +303,7 @@ void pack(const float *weight, float *panels, long first, long width, long depth
 }
 
 /* y [n, width] = x [n, depth] W^T + bias, or with add y += that; rows of y are ld floats apart */
-static void product(
+static void product_float32(
     const float *x, const float *panels, const float *bias, float *y, long ld, long n, long depth, long width, long add,
     long threads) {
     const long step = CACHED / depth / ROWS > 0 ? CACHED / depth / ROWS * ROWS : ROWS;
@@ -330,14 +330,10 @@ static void product(
     }
 }
 
-/* add: y += x W^T + bias instead of y = ... */
-void linear(const float *x, const float *panels, const float *bias, float *y, long n, long depth, long width, long add, long threads) {
-    product(x, panels, bias, y, width, n, depth, width, add, threads);
-}
-
 #include "nf4.c"
 #include "crc.c"
 #include "delta.c"
+#include "tiles.c"
 
 /* ---- training, float32 ---- */
 
@@ -390,24 +386,18 @@ void swiglu_backward(
     }
 }
 
-#define T float
-#define NAME(f) f##_float32
-#define LOAD(x) (x)
-#define STORE(x) (x)
-#define FLOATS(source, buffer, count) (source)
-#include "kernels.c"
-#undef T
-#undef NAME
-#undef LOAD
-#undef STORE
-#undef FLOATS
-
-/* ---- one pass of tokens through all layers, float32 ----
+/* ---- one pass of tokens through all layers ----
  * A call of its own, because between calls the interpreter's lock goes back and forth. The same functions called one by one
  * give the same bits, and are what does the layers that this leaves out: experts, norms with a bias, no gate. */
 
-struct layer { /* as `LayerPointers` in kernels.py; null where a model has none */
-    const float *norm, *qkv, *qkv_bias, *qk_norm, *out, *out_bias, *out_norm, *mlp_norm, *up, *up_bias, *down, *down_bias, *mlp_out_norm;
+struct layer { /* as `LayerPointers` in kernels.py; null where a model has none. Norms are float32, panels and biases of type T */
+    const float *norm;
+    const void *qkv, *qkv_bias;
+    const float *qk_norm;
+    const void *out, *out_bias;
+    const float *out_norm, *mlp_norm;
+    const void *up, *up_bias, *down, *down_bias;
+    const float *mlp_out_norm;
     long window, rope;
 };
 
@@ -420,7 +410,7 @@ struct stack { /* as `Stack` */
 #define PARTS 3 /* projections of one product at most */
 
 struct low_rank { /* panels of A [parts rank, depth] and of each part's B [its width, rank]; null where there are none */
-    const float *a, *b[PARTS];
+    const void *a, *b[PARTS];
 };
 
 struct low_ranks { /* of one layer, as `LowRankPointers` */
@@ -436,74 +426,26 @@ struct set_rows { /* as `SetRows`: the rows first .. end have factors, which a c
 struct sets {
     const struct set_rows *rows;
     long count, layer;
-    float *low; /* scratch [n, (PARTS + 1) rank] */
+    void *low; /* scratch [n, (PARTS + 1) rank] */
 };
 
 #define LOW_RANK(s, i, which) (&(s)->rows[i].layers[(s)->layer].which)
 #define WORTH_ALL 262144 /* multiply-adds of a product that all threads finish sooner than one */
 
-/* y [n, width] += (x [n, depth] A^T * scale) B^T, for parts of y with these widths */
-static void add_low_rank(
-    const struct set_rows *s, const struct low_rank *factors, const float *x, float *y, float *low, long depth, long width,
-    const long *widths, long parts, long threads) {
-    const long n = s->end - s->first, rank = s->rank, inner = parts * rank;
-    if (!factors->a) return;
-    product(x + s->first * depth, factors->a, NULL, low, inner, n, depth, inner, 0, n * depth * inner < WORTH_ALL ? 1 : threads);
-    for (long i = 0; i < n * inner; i++) low[i] *= s->scale; /* the few values between A and B */
-    y += s->first * width;
-    for (long p = 0; p < parts; y += widths[p++]) {
-        float *part = low;
-        if (!factors->b[p]) continue;
-        if (parts > 1) {
-            part = low + n * inner;
-            for (long r = 0; r < n; r++) memcpy(part + r * rank, low + r * inner + p * rank, sizeof(float) * rank);
-        }
-        product(part, factors->b[p], NULL, y, width, n, rank, widths[p], 1, n * rank * widths[p] < WORTH_ALL ? 1 : threads);
-    }
-}
-
-/* residual [n, width] += norm(x [n, depth] W^T + bias), with the factors at this offset of each layer's in W */
-static void add_product(
-    const float *x, const float *panels, const float *bias, const float *norm, float *residual, float *spare, long n, long depth,
-    long width, float eps, const struct sets *sets, long down, long threads) {
-    float *to = norm ? spare : residual;
-    linear(x, panels, bias, to, n, depth, width, !norm, threads);
-    for (long i = 0; i < sets->count; i++)
-        add_low_rank(
-            sets->rows + i, down ? LOW_RANK(sets, i, down) : LOW_RANK(sets, i, out), x, to, sets->low, depth, width, &width, 1, threads);
-    if (!norm) return;
-    rms_norm_float32(spare, norm, spare, n, width, eps, threads);
-    for (long i = 0; i < n * width; i++) residual[i] += spare[i];
-}
-
-/* x [n, hidden]: embedded tokens, becomes what the last layer gives · turns [kinds, turned, dim] or null · kv: of the first
- * slot, in [layers, 2, all_slots, kv_heads, capacity, dim] · scratch: see `Kernels.layers` · rows: `sets` of them have factors, with
- * the scratch low; the rest as for `attend` */
-void layers(
-    const struct stack *s, float *x, const int64_t *positions, const int64_t *slots, const float *turns, long turned, float *kv,
-    long all_slots, long capacity, float *scratch, long n, const struct set_rows *rows, long count, float *low, long threads) {
-    const long q = s->heads * s->dim, k = s->kv_heads * s->dim, qkv_width = q + 2 * k, of_heads[] = {q, k, k}, of_ffn[] = {s->ffn, s->ffn};
-    const long keys = all_slots * k * capacity; /* of one layer */
-    float *normed = scratch, *qkv = normed + n * s->hidden, *mixed = qkv + n * qkv_width, *row = mixed + n * q;
-    float *up = qkv, *inner = up + 2 * n * s->ffn; /* attention and feed-forward take turns */
-    struct sets sets = {rows, count, 0, low};
-    for (const struct layer *l = s->layers; l < s->layers + s->count; l++, kv += 2 * keys, sets.layer++) {
-        rms_norm_float32(x, l->norm, normed, n, s->hidden, s->eps, threads);
-        linear(normed, l->qkv, l->qkv_bias, qkv, n, s->hidden, qkv_width, 0, threads);
-        for (long i = 0; i < count; i++)
-            add_low_rank(rows + i, LOW_RANK(&sets, i, qkv), normed, qkv, low, s->hidden, qkv_width, of_heads, 3, threads);
-        attend_float32(
-            qkv, l->qk_norm, turns ? turns + l->rope * turned * s->dim : NULL, positions, slots, kv, kv + keys, mixed, row, n, s->heads,
-            s->kv_heads, s->dim, capacity, l->window, s->eps, s->scale, s->cap);
-        add_product(mixed, l->out, l->out_bias, l->out_norm, x, normed, n, q, s->hidden, s->eps, &sets, 0, threads);
-        rms_norm_float32(x, l->mlp_norm, normed, n, s->hidden, s->eps, threads);
-        linear(normed, l->up, l->up_bias, up, n, s->hidden, 2 * s->ffn, 0, threads);
-        for (long i = 0; i < count; i++)
-            add_low_rank(rows + i, LOW_RANK(&sets, i, up), normed, up, low, s->hidden, 2 * s->ffn, of_ffn, 2, threads);
-        gated_float32(up, inner, n, s->ffn, s->kind, threads);
-        add_product(inner, l->down, l->down_bias, l->mlp_out_norm, x, normed, n, s->ffn, s->hidden, s->eps, &sets, 1, threads);
-    }
-}
+#define T float
+#define NAME(f) f##_float32
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define FLOATS(source, buffer, count) (source)
+#define LAYERS 1
+#define product_wide_float32 product_float32
+#include "kernels.c"
+#undef T
+#undef LAYERS
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef FLOATS
 
 static inline const float *widened(const bf16 *source, float *buffer, long count) {
     for (long i = 0; i < count; i++) buffer[i] = widen(source[i]);
@@ -515,24 +457,29 @@ static inline const float *widened(const bf16 *source, float *buffer, long count
 #define LOAD(x) widen(x)
 #define STORE(x) narrow(x)
 #define FLOATS(source, buffer, count) widened(source, buffer, count)
+#define LAYERS TILES
 #include "kernels.c"
 
 #else /* ---- typed ---- */
 
 /* out [n, width] = x / rms(x) * weight */
-void NAME(rms_norm)(const T *xs, const float *weight, T *outs, long n, long width, float eps, long threads) {
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)
-    for (long row = 0; row < n; row++) {
-        const T *x = xs + row * width;
-        T *out = outs + row * width;
-        float sum = 0;
-#pragma omp simd reduction(+ : sum)
-        for (long i = 0; i < width; i++) sum += LOAD(x[i]) * LOAD(x[i]);
-        float scale = 1.0f / sqrtf(sum / (float)width + eps);
-        for (long i = 0; i < width; i++) out[i] = STORE(LOAD(x[i]) * scale * weight[i]);
+#define NORM(name, X, READ) \
+    void name(const X *xs, const float *weight, T *outs, long n, long width, float eps, long threads) { \
+        (void)threads; \
+        _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)") \
+        for (long row = 0; row < n; row++) { \
+            const X *x = xs + row * width; \
+            T *out = outs + row * width; \
+            float sum = 0; \
+            _Pragma("omp simd reduction(+ : sum)") \
+            for (long i = 0; i < width; i++) sum += READ(x[i]) * READ(x[i]); \
+            float scale = 1.0f / sqrtf(sum / (float)width + eps); \
+            for (long i = 0; i < width; i++) out[i] = STORE(READ(x[i]) * scale * weight[i]); \
+        } \
     }
-}
+NORM(NAME(rms_norm), T, LOAD)
+NORM(NAME(rms_norm_wide), float, (float))
+#undef NORM
 
 /* gate_up [n, 2 width] -> out [n, width] = act(gate) up. kind 0: SiLU, 1: GELU by tanh */
 void NAME(gated)(const T *gate_up, T *outs, long n, long width, long kind, long threads) {
@@ -645,5 +592,77 @@ void NAME(sample)(
         logprobs[row] = (LOAD(logits[id]) - largest) * scale - (float)log(total);
     }
 }
+
+#if LAYERS
+/* add: y += x W^T + bias instead of y = ... */
+void NAME(linear)(const T *x, const T *panels, const T *bias, T *y, long n, long depth, long width, long add, long threads) {
+    NAME(product)(x, panels, bias, y, width, n, depth, width, add, threads);
+}
+
+/* y or, if it is not null, wide [n, width] += (x [n, depth] A^T * scale) B^T, for parts of y with these widths */
+static void NAME(add_low_rank)(
+    const struct set_rows *s, const struct low_rank *factors, const T *x, T *y, float *wide, T *low, long depth, long width,
+    const long *widths, long parts, long threads) {
+    const long n = s->end - s->first, rank = s->rank, inner = parts * rank;
+    if (!factors->a) return;
+    NAME(product)(x + s->first * depth, factors->a, NULL, low, inner, n, depth, inner, 0, n * depth * inner < WORTH_ALL ? 1 : threads);
+    for (long i = 0; i < n * inner; i++) low[i] = STORE(LOAD(low[i]) * s->scale); /* the few values between A and B */
+    for (long p = 0, at = s->first * width; p < parts; at += widths[p++]) {
+        const long team = n * rank * widths[p] < WORTH_ALL ? 1 : threads;
+        T *part = low;
+        if (!factors->b[p]) continue;
+        if (parts > 1) {
+            part = low + n * inner;
+            for (long r = 0; r < n; r++) memcpy(part + r * rank, low + r * inner + p * rank, sizeof(T) * rank);
+        }
+        if (wide) NAME(product_wide)(part, factors->b[p], NULL, wide + at, width, n, rank, widths[p], 1, team);
+        else NAME(product)(part, factors->b[p], NULL, y + at, width, n, rank, widths[p], 1, team);
+    }
+}
+
+/* residual [n, width] += norm(x [n, depth] W^T + bias), with the factors at this offset of each layer's in W */
+static void NAME(add_product)(
+    const T *x, const T *panels, const T *bias, const float *norm, float *residual, T *spare, long n, long depth, long width, float eps,
+    const struct sets *sets, long down, long threads) {
+    if (norm) NAME(product)(x, panels, bias, spare, width, n, depth, width, 0, threads);
+    else NAME(product_wide)(x, panels, bias, residual, width, n, depth, width, 1, threads);
+    for (long i = 0; i < sets->count; i++)
+        NAME(add_low_rank)(
+            sets->rows + i, down ? LOW_RANK(sets, i, down) : LOW_RANK(sets, i, out), x, spare, norm ? NULL : residual, sets->low, depth,
+            width, &width, 1, threads);
+    if (!norm) return;
+    NAME(rms_norm)(spare, norm, spare, n, width, eps, threads);
+    for (long i = 0; i < n * width; i++) residual[i] += LOAD(spare[i]);
+}
+
+/* x [n, hidden]: embedded tokens, becomes what the last layer gives · turns [kinds, turned, dim] or null · kv: of the first
+ * slot, in [layers, 2, all_slots, kv_heads, capacity, dim] · row, scratch: see `Kernels.layers` · rows: `sets` of them have factors,
+ * with the scratch low; the rest as for `attend` */
+void NAME(layers)(
+    const struct stack *s, float *x, const int64_t *positions, const int64_t *slots, const float *turns, long turned, T *kv,
+    long all_slots, long capacity, float *row, T *scratch, long n, const struct set_rows *rows, long count, T *low, long threads) {
+    const long q = s->heads * s->dim, k = s->kv_heads * s->dim, qkv_width = q + 2 * k, of_heads[] = {q, k, k}, of_ffn[] = {s->ffn, s->ffn};
+    const long keys = all_slots * k * capacity; /* of one layer */
+    T *normed = scratch, *qkv = normed + n * s->hidden, *mixed = qkv + n * qkv_width;
+    T *up = qkv, *inner = up + 2 * n * s->ffn; /* attention and feed-forward take turns */
+    struct sets sets = {rows, count, 0, low};
+    for (const struct layer *l = s->layers; l < s->layers + s->count; l++, kv += 2 * keys, sets.layer++) {
+        NAME(rms_norm_wide)(x, l->norm, normed, n, s->hidden, s->eps, threads);
+        NAME(product)(normed, l->qkv, l->qkv_bias, qkv, qkv_width, n, s->hidden, qkv_width, 0, threads);
+        for (long i = 0; i < count; i++)
+            NAME(add_low_rank)(rows + i, LOW_RANK(&sets, i, qkv), normed, qkv, NULL, low, s->hidden, qkv_width, of_heads, 3, threads);
+        NAME(attend)(
+            qkv, l->qk_norm, turns ? turns + l->rope * turned * s->dim : NULL, positions, slots, kv, kv + keys, mixed, row, n, s->heads,
+            s->kv_heads, s->dim, capacity, l->window, s->eps, s->scale, s->cap);
+        NAME(add_product)(mixed, l->out, l->out_bias, l->out_norm, x, normed, n, q, s->hidden, s->eps, &sets, 0, threads);
+        NAME(rms_norm_wide)(x, l->mlp_norm, normed, n, s->hidden, s->eps, threads);
+        NAME(product)(normed, l->up, l->up_bias, up, 2 * s->ffn, n, s->hidden, 2 * s->ffn, 0, threads);
+        for (long i = 0; i < count; i++)
+            NAME(add_low_rank)(rows + i, LOW_RANK(&sets, i, up), normed, up, NULL, low, s->hidden, 2 * s->ffn, of_ffn, 2, threads);
+        NAME(gated)(up, inner, n, s->ffn, s->kind, threads);
+        NAME(add_product)(inner, l->down, l->down_bias, l->mlp_out_norm, x, normed, n, s->ffn, s->hidden, s->eps, &sets, 1, threads);
+    }
+}
+#endif
 
 #endif

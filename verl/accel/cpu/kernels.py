@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
-INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c", "delta.c"))
+INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c", "delta.c", "tiles.c"))
 TILE, BLOCK, PARTS = 64, 256, 3  # as in kernels.c
+DEEP = 32  # as in tiles.c
 COMPILE_TIMEOUT_S = 120.0
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 NATIVE = ("-march=native", "-mcpu=native")  # x86 compilers know the first, ARM ones the second
@@ -92,13 +93,21 @@ class SetRowsPointers(ctypes.Structure):
 
 TYPED = {  # one function per dtype
     "rms_norm": (Address,) * 3 + (c_long,) * 2 + (c_float, c_long),
+    "rms_norm_wide": (Address,) * 3 + (c_long,) * 2 + (c_float, c_long),
     "gated": (Address,) * 2 + (c_long,) * 4,
     "attend": (Address,) * 9 + (c_long,) * 6 + (c_float,) * 3,
     "sample": (Address,) * 6 + (c_long,) * 2,
 }
-FLOAT32 = {
+PRODUCTS = {  # one function per dtype that the CPU multiplies
     "linear": (Address,) * 4 + (c_long,) * 5,
     "pack": (Address,) * 2 + (c_long,) * 5,
+    "layers": (
+        *(ctypes.POINTER(Stack), *(Address,) * 4, c_long, Address, *(c_long,) * 2, Address, Address, c_long),
+        *(ctypes.POINTER(SetRowsPointers), c_long, Address, c_long),
+    ),
+}
+BFLOAT16 = {"linear_wide": PRODUCTS["linear"], "repack": PRODUCTS["pack"]}
+FLOAT32 = {
     "nf4_linear": (Address, ctypes.POINTER(Codes), *(Address,) * 3, *(c_long,) * 5),
     "nf4_rows": (ctypes.POINTER(Codes), Address, *(c_long,) * 3),
     "large_pages": (Address, c_long),
@@ -107,10 +116,6 @@ FLOAT32 = {
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
     "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
-    "layers": (
-        *(ctypes.POINTER(Stack), *(Address,) * 4, c_long, Address, *(c_long,) * 2, Address, c_long),
-        *(ctypes.POINTER(SetRowsPointers), c_long, Address, c_long),
-    ),
 }
 
 
@@ -122,29 +127,43 @@ class Kernels:
     dtype: torch.dtype
     panel_width: int
     folds_crc: bool
+    multiplies: bool
+    """There are matrix products in this dtype: `pack`, `linear` and `layers`."""
     functions: Mapping[str, Callable[..., None]]
 
     def new_panels(self, rows: int, depth: int) -> Tensor:
-        """Allocate panels [panels, depth, panel width] for a weight [rows, depth], which `pack` fills; padding rows are
-        0."""
-        out = torch.empty(-(-rows // self.panel_width), depth, self.panel_width)
+        """Allocate panels for a weight [rows, depth], which `pack` fills: [panels, depth, panel width] in float32,
+        [panels, depth / 2, panel width, 2] in bfloat16. Padding is 0."""
+        panels, width, halves = -(-rows // self.panel_width), self.panel_width, self.dtype == torch.bfloat16
+        shape = (panels, -(-depth // DEEP) * DEEP // 2, width, 2) if halves else (panels, depth, width)
+        out = torch.empty(shape, dtype=self.dtype)
         self.functions["large_pages"](out, out.nbytes)
-        out[rows // self.panel_width :] = 0.0
+        out[rows // width :] = 0.0
+        if halves and depth % DEEP:
+            out[:, depth // 2 :] = 0.0
         return out
 
     def pack(self, weight: Tensor, panels: Tensor, first: int = 0, pairs: int = 0) -> None:
-        """Write weight [N, K] float32 as rows first .. first + N of the panels. pairs: reorder D/2 pairs of heads so
-        that the two halves are neighbours, as RoPE pairs them; 0: keep the order of rows."""
-        assert weight.is_contiguous() and weight.dtype == torch.float32 and weight.device.type == "cpu"
+        """Write weight [N, K], float32 or in the dtype of the panels, as rows first .. first + N of them. pairs:
+        reorder D/2 pairs of heads so that the two halves are neighbours, as RoPE pairs them; 0: keep the order of
+        rows."""
+        assert weight.is_contiguous() and weight.dtype in (torch.float32, self.dtype) and weight.device.type == "cpu"
+        assert panels.dtype == self.dtype and first + len(weight) <= len(panels) * self.panel_width
         rows, depth = weight.shape
-        assert depth == panels.shape[1] and first + rows <= len(panels) * self.panel_width
+        assert panels[0].numel() // self.panel_width == (
+            depth if self.dtype == torch.float32 else -(-depth // DEEP) * DEEP
+        )
         assert not pairs or rows % (2 * pairs) == 0
-        self.functions["pack"](weight, panels, first, rows, depth, pairs, torch.get_num_threads())
+        pack = self.functions["pack" if weight.dtype == torch.float32 else "repack"]
+        pack(weight, panels, first, rows, depth, pairs, torch.get_num_threads())
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> Tensor:
-        """Write x [T, K] W^T + b into out [T, N], or with `add` add it to out. Return out."""
-        assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == torch.float32
-        self.functions["linear"](x, panels, bias, out, *x.shape, out.shape[1], add, torch.get_num_threads())
+        """Write x [T, K] W^T + b into out [T, N], which may be float32 whatever the dtype of x is, or with `add` add it
+        to out. Return out."""
+        assert x.is_contiguous() and out.is_contiguous() and x.dtype == panels.dtype == self.dtype
+        assert out.dtype in (self.dtype, torch.float32) and (bias is None or bias.dtype == self.dtype)
+        linear = self.functions["linear" if out.dtype == self.dtype else "linear_wide"]
+        linear(x, panels, bias, out, *x.shape, out.shape[1], add, torch.get_num_threads())
         return out
 
     def crc32(self, view: memoryview) -> int:
@@ -155,10 +174,12 @@ class Kernels:
         return zlib.crc32(view[whole:], int(state[0]))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return x [n, width] normed by its root mean square and multiplied by weight [width] float32."""
-        assert x.is_contiguous() and weight.dtype == torch.float32
-        out = torch.empty_like(x)
-        self.functions["rms_norm"](x, weight, out, *x.shape, eps, torch.get_num_threads())
+        """Return x [n, width], which may be float32, normed by its root mean square and multiplied by weight [width]
+        float32, in the dtype of these kernels."""
+        assert x.is_contiguous() and weight.dtype == torch.float32 and x.dtype in (self.dtype, torch.float32)
+        out = torch.empty_like(x, dtype=self.dtype)
+        norm = self.functions["rms_norm" if x.dtype == self.dtype else "rms_norm_wide"]
+        norm(x, weight, out, *x.shape, eps, torch.get_num_threads())
         return out
 
     def rms_norm_backward(self, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -246,17 +267,19 @@ class Kernels:
         lo: int = 0,
         sets: Sequence[SetRowsPointers] = (),
     ) -> Tensor:
-        """Compute the layers on x [n, hidden], in place, and return it. turns complex64 [kinds, positions, D/2]; kv
-        float32 [layers, 2, slots, K, capacity, D], in which row i uses slot lo + i, or lo + slots[i]. sets: the rows
+        """Compute the layers on x [n, hidden] float32, in place, and return it. turns complex64 [kinds, positions,
+        D/2]; kv [layers, 2, slots, K, capacity, D], in which row i uses slot lo + i, or lo + slots[i]. sets: the rows
         that have factors, which are added to their products. Otherwise as in `attend`."""
-        assert x.is_contiguous() and kv.is_contiguous() and x.dtype == kv.dtype == torch.float32
+        assert x.is_contiguous() and kv.is_contiguous() and x.dtype == torch.float32 and kv.dtype == self.dtype
         n, heads, kv_heads, dim, capacity = len(x), stack.heads, stack.kv_heads, stack.dim, kv.shape[4]
-        attending = 2 * (heads + kv_heads) * dim * n + _scratch_floats(heads, kv_heads, dim, capacity)
-        scratch = torch.empty(n * stack.hidden + max(attending, 3 * n * stack.ffn), dtype=torch.float32)
+        row = torch.empty(_scratch_floats(heads, kv_heads, dim, capacity), dtype=torch.float32)
+        widest = max(2 * (heads + kv_heads) * dim, 3 * stack.ffn)
+        scratch = torch.empty(n * (stack.hidden + widest), dtype=self.dtype)
         cache = (turns, turns.shape[1], kv[:, :, lo:], kv.shape[2], capacity)
-        low = torch.empty(max(((one.end - one.first) * (PARTS + 1) * one.rank for one in sets), default=0))
+        most = max(((one.end - one.first) * (PARTS + 1) * one.rank for one in sets), default=0)
+        low = torch.empty(most, dtype=self.dtype)
         rows = (SetRowsPointers * len(sets))(*sets), len(sets), low
-        self.functions["layers"](stack, x, positions, slots, *cache, scratch, n, *rows, torch.get_num_threads())
+        self.functions["layers"](stack, x, positions, slots, *cache, row, scratch, n, *rows, torch.get_num_threads())
         return x
 
     def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -286,13 +309,17 @@ def load_kernels(dtype: torch.dtype) -> Kernels | str:
         library = ctypes.CDLL(str(_library()))
     except (OSError, subprocess.SubprocessError) as e:
         return f"kernels.c could not be compiled: {e}"
-    library.panel_width.restype = library.folds_crc.restype = c_long
+    library.panel_width.restype = library.folds_crc.restype = library.has_tiles.restype = c_long
     functions: dict[str, Callable[..., None]] = {}
-    for name, arguments in (FLOAT32 | TYPED).items():
+    multiplies = dtype == torch.float32 or bool(library.has_tiles())
+    typed = TYPED | (PRODUCTS if multiplies else {})
+    if multiplies and dtype == torch.bfloat16:
+        typed |= BFLOAT16
+    for name, arguments in (FLOAT32 | typed).items():
         symbol = name if name in FLOAT32 else f"{name}_{str(dtype).removeprefix('torch.')}"
         functions[name] = getattr(library, symbol)
         functions[name].argtypes, functions[name].restype = arguments, None  # type: ignore[attr-defined]
-    return Kernels(dtype, library.panel_width(), bool(library.folds_crc()), functions)
+    return Kernels(dtype, library.panel_width(), bool(library.folds_crc()), multiplies, functions)
 
 
 def _library() -> Path:

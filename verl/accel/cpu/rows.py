@@ -38,6 +38,13 @@ def _packed(use: Use) -> Call | str:
     return partial(SingleProducts, Packed, keeps=False)
 
 
+def _multiplied(use: Use) -> Call | str:
+    kernels = load_kernels(use.dtype)
+    if isinstance(kernels, str):
+        return kernels
+    return _products(kernels) if kernels.multiplies else "this CPU has no tiles (AMX) that multiply bfloat16"
+
+
 def _row(operation: str, made: Callable[[Kernels], Call], tolerance: dict[torch.dtype, float]) -> Kernel:
     def load(use: Use) -> Call | str:
         kernels = load_kernels(use.dtype)
@@ -56,7 +63,7 @@ KERNELS = (
     _row("sample", lambda kernels: partial(_sample, kernels=kernels), {torch.float32: 3e-5, torch.bfloat16: 3e-5}),
     _row("slot_attention", lambda kernels: kernels.attend, {torch.float32: 8e-6, torch.bfloat16: 8e-2}),
     _row("delta_step", lambda kernels: kernels.delta_step, {torch.float32: 5e-6}),
-    _row("linear", _products, {torch.float32: 2e-4}),
+    Kernel("linear", COMPILED, _multiplied, {torch.float32: 2e-4, torch.bfloat16: 4e-2}, ("cpu",)),
     _row("quantised_linear", lambda kernels: partial(nf4.quantised_linear, kernels=kernels), {torch.float32: 1e-5}),
     _row("quantised_back", lambda kernels: partial(nf4.quantised_back, kernels=kernels), {torch.float32: 2e-5}),
     Kernel("linear", ONEDNN, _packed, {torch.float32: 2e-4, torch.bfloat16: 4e-2}, ("cpu",)),

@@ -53,11 +53,11 @@ class SeenImages:
 
     def replace_in(self, embeddings: Tensor) -> None:
         """Write the features over the embeddings [T, hidden] of their tokens."""
-        embeddings.index_copy_(0, self._index(embeddings.device), self.features)
+        embeddings.index_copy_(0, self._index(embeddings.device), self.features.to(embeddings.dtype))
 
     def add_to(self, states: Tensor, layer: int) -> None:
         """Add the features of a layer to its output [T, hidden]."""
-        states.index_add_(0, self._index(states.device), self.deeper[layer])
+        states.index_add_(0, self._index(states.device), self.deeper[layer].to(states.dtype))
 
     def _index(self, device: torch.device) -> Tensor:
         return torch.from_numpy(self.where).to(device)

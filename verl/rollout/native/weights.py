@@ -68,11 +68,13 @@ class Weights:
     destinations: Mapping[str, Destination]  # for loading another version into this memory; empty: not possible
     tied_head: FilledLinear | None  # the head, if it is a second layout of the tied embedding
     tower: Mapping[str, Tensor]  # the weights of the vision tower, by name; empty: the model reads text alone
+    wide_residual: bool  # the residual stream is float32, whatever the dtype of products is
 
     def embedded(self, ids: Tensor) -> Tensor:
-        """Return the scaled embeddings [T, hidden] of ids [T]."""
+        """Return the scaled embeddings [T, hidden] of ids [T], in the dtype of the residual stream."""
         x = self.embed.index_select(0, ids)
-        return x if self.embed_scale == 1.0 else x.mul_(self.embed_scale)
+        x = x if self.embed_scale == 1.0 else x.mul_(self.embed_scale)
+        return x.float() if self.wide_residual else x
 
     def overwrite(self, fresh: Weights) -> None:
         """Copy the values of another version into the memory of this one."""
@@ -452,6 +454,7 @@ def weights_of(storage: Storage, ops: NativeOps, codes: CodesReader | None = Non
         params=params,
         nbytes=kept + sum(one.nbytes for one in make.linears),
         tower=storage.seeing,
+        wide_residual=layout.wide_residual,
     )
 
 
