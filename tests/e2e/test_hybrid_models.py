@@ -11,11 +11,13 @@ import pytest
 import torch
 from hybrid import SIZES, model
 from rollouts import finish, native_core, source_of
+from safetensors.torch import load_file, save_file
 from small_runs import metrics_of, small_args, small_run
 from transformers import AutoModelForCausalLM
 
 from verl.config.load import load_config
 from verl.config.model_files import describe_model
+from verl.config.model_folder import further_note
 from verl.config.row_states import RowStates, row_states
 from verl.config.validate import validate
 from verl.models import tiny
@@ -32,6 +34,14 @@ def saved(kind: str, root: Path) -> Path:
     return tiny.save(model(kind, **ends), tokenizer, root / kind)
 
 
+def with_further_layers(folder: Path) -> dict[str, torch.Tensor]:
+    """Add tensors to a folder that transformers leaves out, as published ones have them, and return them."""
+    more = {"mtp.fc.weight": torch.randn(32, 64), "mtp.norm.weight": torch.randn(32).bfloat16()}
+    whole = folder / "model.safetensors"
+    save_file(load_file(whole) | more, whole, metadata={"format": "pt"})
+    return more
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return saved("qwen3_5_text", tmp_path_factory.mktemp("hybrid"))
@@ -42,8 +52,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_sampled_is_what_is_trained(
     arithmetic_data: Sequence[Path], tmp_path: Path, kind: str, more: Sequence[str]
 ) -> None:
-    """Factors are in all projections of the delta nets too."""
+    """Factors are in all projections of the delta nets. Layers that predict further tokens stay as they were."""
     folder = saved(kind, tmp_path)
+    plain, further = describe_model(str(folder)), with_further_layers(folder)
+    assert describe_model(str(folder)).parameters == plain.parameters
+    assert str(further_note(str(folder))).startswith("model: 2 tensors mtp.*")
     done = small_run(tmp_path, folder, arithmetic_data, "checkpoint.every_steps=3", *more)
     last = metrics_of(tmp_path / "r")[3]
     assert done.steps == 3 and last["mismatch/max_abs_dlogp"] < 1e-5 and last["sync/canary_mean_abs"] < 1e-5
@@ -52,6 +65,10 @@ def test_what_is_sampled_is_what_is_trained(
         ends = {name.rpartition(".")[2] for name in targets}
         assert ends >= {"in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"}, ends
         return
+    files = (tmp_path / "r" / "checkpoints" / "step_3" / "hf").glob("*.safetensors")
+    written = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    for name, tensor in further.items():
+        assert written[name].dtype == tensor.dtype and torch.equal(written[name], tensor)
     loaded, found = AutoModelForCausalLM.from_pretrained(
         tmp_path / "r" / "checkpoints" / "step_3" / "hf", output_loading_info=True
     )

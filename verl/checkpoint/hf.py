@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from safetensors import safe_open
 
 from verl.checkpoint.adapter_export import write_adapter
 from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
+from verl.config.model_files import FURTHER
 from verl.errors import Refused
 from verl.models.families import auto_class
 from verl.parameter_set import POLICY_SET, ParameterSet
@@ -73,7 +75,8 @@ class HfExport:
         model = skeleton(directory)
         tied = _ties_of(model, config)
         with ExitStack() as open_files:
-            shards, bytes_of = _write_shards(directory, _as_saved(model, _checked(tensors, tied)), open_files)
+            every = chain(_as_saved(model, _checked(tensors, tied)), _further_layers(self.source_dir))
+            shards, bytes_of = _write_shards(directory, every, open_files)
         _check_names({name for shard in shards for name in shard.names}, tied, model, self.source_dir)
         stored = max(bytes_of, key=bytes_of.__getitem__)
         _write_json(directory / "config.json", _with_dtype(config, str(stored).removeprefix("torch.")))
@@ -152,6 +155,14 @@ def _as_saved(
             continue
         rows = tensor.reshape(-1, shape[-1])
         yield from ((part, rows[row : row + math.prod(of[:-1])].view(of)) for part, of, row in parts)
+
+
+def _further_layers(source_dir: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the source folder that predict further tokens, which models of transformers leave out. They
+    are kept as they were."""
+    for path in sorted(source_dir.glob("*.safetensors")):
+        with safe_open(path, "pt") as f:
+            yield from ((name, f.get_tensor(name)) for name in f.keys() if name.startswith(FURTHER))  # noqa: SIM118
 
 
 def _name_shards(directory: Path, shards: list[Shard]) -> None:

@@ -33,6 +33,8 @@ EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 _LAYER = re.compile(r".*?\.\d+\.")
 HEAD, SCORE = "lm_head.weight", "score.weight"
 """The heads of language models and of reward models."""
+FURTHER = "mtp."
+"""The begin of the names of layers that predict further tokens, which are never trained."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -133,7 +135,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     refuse_quantised(folder, full, tensors)
     hidden = _size(folder, config, "hidden_size", "n_embd", "d_model")
     heads = _size(folder, config, "num_attention_heads", "n_head")
-    trained = {n: t for n, t in tensors.items() if not _is_buffer(n, t)}
+    trained = {n: t for n, t in tensors.items() if not _is_buffer(n, t) and not n.startswith(FURTHER)}
     output = [n for n in trained if n.endswith(HEAD)]
     declared = declared_tie(full)
     tied = not output if declared is None else declared

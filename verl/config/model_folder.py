@@ -10,6 +10,7 @@ import numpy as np
 
 from verl.config.model_files import (
     EMBEDDING,
+    FURTHER,
     HEAD,
     TensorHeader,
     chat_template_of,
@@ -131,3 +132,10 @@ def rope_note(path: str, longest: int | None) -> str | None:
     found = next((kind for kind in kinds if kind == "longrope" or "dynamic" in kind), None)
     rows = "the model's positions" if longest is None else f"the longest row of this run, {longest} tokens"
     return found and f"model: {found} RoPE is fixed for all rows as {rows}, has it"
+
+
+def further_note(path: str) -> str | None:
+    """Return a note if a folder has layers that predict further tokens, else None."""
+    count = sum(name.startswith(FURTHER) for name in read_weight_headers(find_model_folder(path)))
+    kept = "are kept as they are in every checkpoint and export, and neither trained nor used in rollouts"
+    return f"model: {count} tensors {FURTHER}*, which predict further tokens, {kept}" if count else None

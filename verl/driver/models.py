@@ -24,7 +24,7 @@ from verl.config.cluster import roles_of_policy
 from verl.config.devices import base_format, dtype_of
 from verl.config.image_models import frozen_parts
 from verl.config.model_files import describe_model, has_tokenizer
-from verl.config.model_folder import rope_note
+from verl.config.model_folder import further_note, rope_note
 from verl.config.on_base import REWARD_MODEL
 from verl.config.schema import Config
 from verl.driver.banned import policy_banned
@@ -157,8 +157,10 @@ def trained(
     steps if they are fewer than the run's (warm-up of a critic) · outlet: publishes its weights."""
     optim = policy_optim(context.config, context.updates if updates is None else updates)
     spec = role_spec(context, name, optim=optim, head=head)
-    if note := rope_note(context.config.model.path, spec.context.longest):
-        context.say(note)
+    path = context.config.model.path
+    for note in (rope_note(path, spec.context.longest), further_note(path) if name == "actor" else None):
+        if note is not None:
+            context.say(note)
     spec = replace(spec, context=replace(spec.context, freeze=frozen_parts(context.config)))
     if name == "actor":
         t, own = context.config.teacher, teacher_head(context.config)
