@@ -200,7 +200,7 @@ def test_a_file_that_is_lost_ends_the_run_with_its_name_and_the_run_continues_wi
     times = (tmp_path / "fox.png").stat()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(assemble_supervised, "reporter_of", then_lost)
-        with pytest.raises(Refused, match=r"fox.png: No such file.*Fix: the file as it was; then the same command"):
+        with pytest.raises(Refused, match=r"fox.png: No such file.*Fix: the file as it was, and the same command"):
             run("sft", tmp_path, folder, rows, *steps)
     assert sorted(metrics_of(tmp_path / "r")) == [1, 2, 3]
     (tmp_path / "fox.png").write_bytes(content)

@@ -45,7 +45,7 @@ def refuse_images(config: Config, tasks: TaskTable, eval_tasks: list[Task], medi
 
 
 def refuse_unstored(config: Config, has_images: Sequence[bool], media: MediaStore | None) -> None:
-    """Raise Refused if a table of a supervised run has images, and the queue stores none."""
+    """Raise Refused if rows have images (one value per table or row), and the queue stores none."""
     if media is None and any(has_images):
         raise _unstored(config, "rows have images")
 

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -17,12 +18,15 @@ import uvloop
 from verl.chat import render_prompt
 from verl.chat.template import audit_template
 from verl.config.lora_layers import untrained
+from verl.config.model_files import find_model_folder
 from verl.config.proven import unproven
 from verl.config.schema import Config
 from verl.config.validate import validate
+from verl.data.files import expand_files, read_rows
 from verl.data.lost import Coverage, lost_lines
 from verl.data.source import load_tasks
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
+from verl.driver.assemble_images import refuse_unstored
 from verl.driver.banned import policy_banned
 from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import (
@@ -35,9 +39,10 @@ from verl.driver.setup import (
     with_native_dtype,
 )
 from verl.driver.stopping import unless_stopped
+from verl.driver.task_media import images_stored
 from verl.errors import Refused
 from verl.rollout.base import Completion, GenerateRequest
-from verl.types import derive_seed
+from verl.types import Medium, TaskImage, derive_seed
 from verl.workers.waits import Waits
 
 ANSWERS = "responses"
@@ -58,7 +63,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     decode = decoder(tokenizer)
     return [
         (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0)
-        for c in uvloop.run(unless_stopped(_generate(config, tokenizer, [ids], n)))
+        for c in uvloop.run(unless_stopped(_generate(config, tokenizer, [Prompt(ids)], n)))
     ]
 
 
@@ -71,20 +76,25 @@ def generate_file(config: Config, out: Path) -> int:
     data = replace(config.data, filter_overlong_prompts=False)
     kwargs, stops = config.model.template_kwargs, stop_ids(config, tokenizer)
     files, most = data.train_files, data.max_rows
-    table = load_tasks(files, tokenizer, data, template_kwargs=kwargs, max_rows=most, stops=stops)
+    model = find_model_folder(config.model.path)
+    table = load_tasks(files, tokenizer, data, template_kwargs=kwargs, max_rows=most, stops=stops, model=model)
     if table.report.refused:
         raise Refused(f"not every row can be asked: {table.report.summary()}. First: {table.report.example}")
     tasks = [table[i] for i in range(len(table))]
     if any(ANSWERS in task.row for task in tasks):
         raise Refused(f"the rows have a column {ANSWERS!r} already, where the answers are written: rename it")
-    columns = {key: [task.row.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t.row)}
+    given = [task.row for task in tasks]
+    if table.has_images and data.dataset_class is None:  # those of tasks have paths in the place of content
+        given = [raw.row for raw in islice(chain.from_iterable(map(read_rows, expand_files(files))), most)]
+        assert len(given) == len(tasks), "no row is left out"
+    columns = {key: [row.get(key) for row in given] for key in dict.fromkeys(k for row in given for k in row)}
     try:
         rows = pa.table(columns)
     except pa.ArrowException as exc:
         raise Refused(f"the rows are no Parquet table: {' '.join(str(exc).split())}") from exc
     out.parent.mkdir(parents=True, exist_ok=True)
     n, decode = config.step.samples_per_prompt, decoder(tokenizer)
-    prompts = [np.asarray(task.prompt_ids) for task in tasks]
+    prompts = [Prompt(np.asarray(task.prompt_ids), task.images) for task in tasks]
     found = uvloop.run(unless_stopped(_generate(config, tokenizer, prompts, n)))
     texts = [decode(completion.ids.tolist()) for completion in found]
     pq.write_table(rows.append_column(ANSWERS, [[texts[i * n : (i + 1) * n] for i in range(len(tasks))]]), out)
@@ -103,7 +113,14 @@ def _checked(config: Config) -> tuple[Config, Any]:
     return config, tokenizer
 
 
-async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray], n: int) -> list[Completion]:
+class Prompt(NamedTuple):
+    """A prompt to answer: its ids [P] int64, and its images."""
+
+    ids: np.ndarray
+    images: tuple[TaskImage, ...] = ()
+
+
+async def _generate(config: Config, tokenizer: Any, prompts: Sequence[Prompt], n: int) -> list[Completion]:
     """Return n completions of each prompt, in the order of the prompts."""
     # one server is enough; no router is started
     options = {key: value for key, value in config.rollout.engine_options.items() if key != "router"}
@@ -111,9 +128,11 @@ async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray
     context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s
     async with contextlib.AsyncExitStack() as started:
         started.callback(context.cluster.close)
+        store = context.queue.media
+        refuse_unstored(config, [bool(prompt.images) for prompt in prompts], store)
         model = workers_of(context, replace(role_spec(context, "actor"), outlet=sync.outlet()))
         started.callback(model.close)
-        rollout = rollout_engine(config, tokenizer, context.devices["rollout"])
+        rollout = rollout_engine(config, tokenizer, context.devices["rollout"], media=store)
         started.push_async_callback(rollout.close)
         await sync.publish(model, [rollout], version=0, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s)
         sampling, waits = replace(sampling_of(config), banned=policy_banned(config)), Waits()
@@ -123,9 +142,11 @@ async def _generate(config: Config, tokenizer: Any, prompts: Sequence[np.ndarray
             name = f"generate/{prompt}" if prompt else "generate"
             seed = derive_seed(config.run.seed, name, k)
             async with slots:  # the deadline is that of one answer
-                drawn = replace(sampling, seed=seed)
-                request = GenerateRequest(f"{name}/{k}", prompts[prompt], drawn, prefix_key=name)
-                wanted = rollout.generate(request)
-                return await waits.wait(wanted, waiter="generate", what="an answer", timeout_s=timeout_s)
+                drawn, (ids, images) = replace(sampling, seed=seed), prompts[prompt]
+                with images_stored(store, f"{name}/{k}") as stored:
+                    media = tuple(Medium(stored(image), image.start, image.tokens) for image in images)
+                    request = GenerateRequest(f"{name}/{k}", ids, drawn, prefix_key=name, media=media)
+                    wanted = rollout.generate(request)
+                    return await waits.wait(wanted, waiter="generate", what="an answer", timeout_s=timeout_s)
 
         return await asyncio.gather(*(answer(i, k) for i in range(len(prompts)) for k in range(n)))

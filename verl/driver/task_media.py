@@ -59,7 +59,7 @@ def images_stored(store: MediaStore | None, owner: str) -> Iterator[Callable[[Ta
             try:
                 kept[image.path] = store.put(_content(image), owner)
             except LostImage as e:
-                raise Refused(f"{e}. Fix: the file as it was; then the same command continues the run") from e
+                raise Refused(f"{e}. Fix: the file as it was, and the same command again") from e
         return kept[image.path]
 
     try:

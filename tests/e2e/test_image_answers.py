@@ -1,0 +1,111 @@
+"""Answers to rows with images without training: a file of them, and an evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+from small_runs import small_args
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from vision import IMAGE, chat_folder, png
+
+from verl.config.load import load_config
+from verl.driver.generate import generate_file
+from verl.driver.launch import run_eval
+from verl.track.samples import read_samples
+from verl.transfer_queue.media import MemoryMedia
+
+SIZES = ((12, 8), (8, 8), (16, 8))
+BANNED = range(58, 62)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_folder(tmp_path_factory.mktemp("vl"), "qwen3_vl")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Rows with the bytes of an image, one in two columns of text, and one without an image."""
+    images: list[Any] = [[{"bytes": png(*size, k), "path": None}] for k, size in enumerate(SIZES)]
+    prompts = [[{"role": "user", "content": f"<image>{k}?"}] for k in range(3)] + [[{"role": "user", "content": "q"}]]
+    rows = {"prompt": prompts, "images": [*images, None], "ground_truth": list("1234")}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    return tmp_path / "rows.parquet"
+
+
+def greedy(folder: Path, data: Path, tokens: int) -> list[list[int]]:
+    """Return the likeliest answers by transformers, without the ids that are never sampled."""
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForImageTextToText.from_pretrained(folder)
+    processor, found = Qwen2VLImageProcessorPil.from_pretrained(folder), []
+    for k, row in enumerate(pq.read_table(data).to_pylist()):
+        shown = [{"type": "image"}] if row["images"] else []
+        text = [{"type": "text", "text": row["prompt"][0]["content"].removeprefix("<image>")}]
+        messages = [{"role": "user", "content": [*shown, *text] if shown else text[0]["text"]}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        seen: dict[str, Any] = {}
+        if shown:
+            (data.parent / f"{k}.png").write_bytes(row["images"][0]["bytes"])
+            seen = dict(processor(images=[Image.open(data.parent / f"{k}.png")], return_tensors="pt"))
+            count = int(seen["image_grid_thw"].prod()) // 4
+            ids = [i for token in ids for i in ([token] * count if token == IMAGE else [token])]
+        start = len(ids)
+        for _ in range(tokens):
+            given = torch.tensor([ids])
+            kinds = (torch.arange(len(ids)) < start) & (given == IMAGE)
+            with torch.no_grad():
+                logits = model(input_ids=given, mm_token_type_ids=kinds.long(), **seen).logits[0, -1]
+            logits[list(BANNED)] = -torch.inf
+            ids.append(int(logits.argmax()))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+        found.append(ids[start:])
+    return found
+
+
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_a_file_gets_the_answers_of_transformers_and_keeps_its_columns(
+    engine: str, folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores, make = list[MemoryMedia](), MemoryMedia.__init__
+    monkeypatch.setattr(MemoryMedia, "__init__", lambda self: (make(self), stores.append(self))[0])
+    given = ("rollout.temperature=0.0", "rollout.max_response_tokens=6", "data.max_prompt_tokens=32")
+    args = small_args(tmp_path, folder, [data], *given, f"rollout.engine={engine}", "step.samples_per_prompt=2")
+    assert generate_file(load_config(args).config, tmp_path / "out.parquet") == 4
+    found, tokenizer = pq.read_table(tmp_path / "out.parquet").to_pylist(), AutoTokenizer.from_pretrained(folder)
+    rows = pq.read_table(data).to_pylist()
+    assert [{k: v for k, v in row.items() if k != "responses"} for row in found] == rows
+    expected = [tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy(folder, data, 6)]
+    assert [row["responses"] for row in found] == [[text] * 2 for text in expected] and len({*expected}) > 1
+    assert stores and all(len(store) == 0 for store in stores)
+
+
+def test_an_evaluation_shows_the_images_to_the_model_and_to_the_reward(
+    folder: Path, data: Path, tmp_path: Path
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "import pathlib\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    names = extra_info.get('images', [])\n"
+        "    assert all(pathlib.Path(name).read_bytes().startswith(b'\\x89PNG') for name in names)\n"
+        "    return float(len(names))\n"
+    )
+    given = ("rollout.max_response_tokens=6", "data.max_prompt_tokens=32", "eval.temperature=0.0")
+    args = small_args(tmp_path, folder, [data], f"data.eval_files=[{data}]", f"reward.path={reward}", *given)
+    done = run_eval(load_config(args))
+    assert done.evals["eval/acc/greedy"] == 0.75 and done.evals["eval/invalid_share/greedy"] == 0
+    rows = sorted(read_samples(tmp_path / "r", 0, "eval"), key=lambda row: json.dumps(row.group_id))
+    tokenizer, expected = AutoTokenizer.from_pretrained(folder), greedy(folder, data, 6)
+    assert sorted(row.response_text for row in rows) == sorted(
+        tokenizer.decode(ids, skip_special_tokens=True) for ids in expected
+    )
+    assert sum(np.isin(IMAGE, row.prompt_ids) for row in rows) == 3
