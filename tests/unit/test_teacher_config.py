@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from verl.algorithms.presets import knobs
 from verl.config.adapter import base_of
 from verl.config.compat.table import DISTILLATION
+from verl.config.compat.trl import TRAINER
 from verl.config.load import load_config, validate
 from verl.config.tree import leaves
 from verl.driver.identity import compare, identity_of
@@ -233,13 +234,33 @@ def test_every_field_of_trl_is_in_the_table():
     assert {*TRL_OWN.split()} <= DISTILLATION.keys()
 
 
-@each("field", DISTILLATION)
+GRPO_OWN = """beta cast_lm_head_to_fp32 delta entropy_coef epsilon epsilon_high generation_batch_size
+importance_sampling_level learning_rate loss_type lr_scheduler_type mask_truncated_completions max_completion_length
+max_steps num_generations num_generations_eval num_iterations num_train_epochs off_policy_mask_threshold
+per_device_train_batch_size gradient_accumulation_steps reward_weights scale_rewards steps_per_generation temperature
+top_entropy_quantile use_bias_correction_kl use_vllm vllm_importance_sampling_cap vllm_mode"""
+"""Fields of TRL 1.16's GRPOConfig that its examples set, those of TrainingArguments included."""
+
+
+def test_the_fields_of_a_grpo_script_of_trl_are_in_a_table():
+    assert {*GRPO_OWN.split()} <= {*DISTILLATION, *TRAINER}
+
+
+def test_a_name_of_trl_below_a_section_is_found_and_ours_go_first(base):
+    for typed, ours in (
+        ("optim.learning_rate", "TRL's name; here: optim.lr"),
+        ("algorithm.epsilon", "write algorithm"),
+    ):
+        with pytest.raises(ValueError, match=f"unknown key '{typed}': {ours}"):
+            load_config([*base, f"{typed}=1"])
+
+
+@each("field", [*DISTILLATION, *TRAINER])
 def test_a_field_of_trl_is_told_what_it_is_here(base, field):
     with pytest.raises(ValueError, match=f"unknown key '{field}'.*TRL's name; here: ") as told:
         load_config([*base, f"{field}=1"])
-    keys = re.findall(
-        r"\b(?:algorithm|teacher|rollout|step|model|data|sync|agent|track|pipeline)\.[a-z_.]*[a-z_]", str(told.value)
-    )
+    sections = "algorithm|teacher|rollout|step|model|data|sync|agent|track|pipeline|optim|run|eval|cluster"
+    keys = re.findall(rf"\b(?:{sections})\.[a-z_.]*[a-z_]", str(told.value))
     options = {f"algorithm.options.{key}" for key, option in knobs().items() if option}
     named = [key for key in keys if key not in leaves() and key not in options]
     assert not named, "a key that is not there"

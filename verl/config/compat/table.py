@@ -13,6 +13,7 @@ from typing import Any, cast, get_args
 
 from verl.algorithms.presets import knobs, written
 from verl.config.backends import option_keys
+from verl.config.compat.trl import TRAINER
 from verl.config.moved import moved_line
 from verl.config.overrides import Action
 from verl.config.tree import leaves
@@ -26,7 +27,7 @@ DISTILLATION: Mapping[str, str] = MappingProxyType(
         "use_teacher_server": "a URL as teacher.path says it",
         "teacher_model_revision": "teacher.path=FOLDER, of the revision that was downloaded",
         "teacher_model_init_kwargs": "a teacher is computed as the policy is (model.dtype, model.engine_options)",
-        "beta": "algorithm.options.beta, of algorithm.name=gkd or gkd_topk: 0 forward, 1 reverse KL, as there",
+        "beta": "algorithm.kl_loss_coef of GRPO; algorithm.options.beta of algorithm.name=gkd or gkd_topk (0: forward)",
         "lmbda": "algorithm.options.on_policy_share, with algorithm.options.stored_key=COLUMN for the other prompts",
         "seq_kd": "`verl generate` with the teacher, then `verl sft` on its answers",
         "temperature": "rollout.temperature, of both sides; teacher.temperature is the teacher's alone",
@@ -210,14 +211,15 @@ def unknown_key(key: str, origin: str = "", value: str = "VALUE") -> str:
     below = [name for name in leaves() if name.startswith(f"{key}.")]
     if below:
         return f"{message}: a section; its keys are {', '.join(below)}"
-    if key in DISTILLATION:
-        return f"{message}: TRL's name; here: {DISTILLATION[key]}"
     if (field := key.removeprefix("peft_config.")) in PEFT:
         return f"{message}: PEFT's name; here: {PEFT[field]}"
+    section, _, name = key.rpartition(".")
+    of_trl = {**TRAINER, **DISTILLATION}
+    if name in of_trl and not (section == "algorithm" and name in knobs()):
+        return f"{message}: TRL's name; here: {of_trl[name]}"
     rows = key_rows()
     if key in rows and rows[key].action == "mapped":
         return f"{message}: verl's name, only on the command line; here it is {' and '.join(rows[key].targets)}"
-    section, _, name = key.rpartition(".")
     if section in ("", "algorithm") and name in knobs():
         return f"{message}: write {written(name, value)}"
     theirs = (k for k in rows if not k.endswith(".*") and k not in leaves())
