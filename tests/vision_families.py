@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -173,9 +173,16 @@ KINDS: dict[str, Kind] = {
 
 @cache
 def model(kind: str) -> Any:
-    """Return a model with random weights, of which biases and norms have an effect."""
+    return random_model(kind, {})
+
+
+def random_model(kind: str, ids: Mapping[str, int], **text: Any) -> Any:
+    """Return a model with random weights, of which biases and norms have an effect. ids: of its placeholders · text:
+    further keys of its text configuration."""
     k = KINDS[kind]
-    config = getattr(transformers, k.config)(text_config=_TEXT | k.text, vision_config=_TOWER | k.tower, **k.more)
+    more = {key: value for key, value in k.more.items() if not (ids and key.startswith("image_token"))}
+    described = {"text_config": _TEXT | k.text | text, "vision_config": _TOWER | k.tower, **more, **ids}
+    config = getattr(transformers, k.config)(**described)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         made = transformers.AutoModelForImageTextToText.from_config(config).float()
@@ -209,9 +216,11 @@ def seen(kind: str, text: list[int], *names: str, source: Any = "prompt") -> Seg
     assert family is not None
     ids, media = text[:1], list[Medium]()
     for name in names:
-        features = family.are_features(config, KINDS[kind].grids[name])
-        media.append(Medium(name, len(ids) + 1, len(features)))
-        ids = [*ids, START, *np.where(features, IMAGE, START).tolist(), END]
+        parts = family.layout(config, KINDS[kind].grids[name])
+        tokens = [i for p in parts for i in ([IMAGE] * p if isinstance(p, int) else [START])]
+        own = np.flatnonzero(np.array(tokens) == IMAGE)  # marks before and after them are text
+        media.append(Medium(name, len(ids) + 1 + int(own[0]), int(own[-1] - own[0]) + 1))
+        ids = [*ids, START, *tokens, END]
     return Segment(ids=np.array([*ids, *text[1:]]), source=source, media=tuple(media))
 
 
@@ -241,8 +250,10 @@ def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
     spare = config.image_token_id = min({*range(3, VOCAB)} - {*ids.tolist()})
     for s in sample.segments:
         for m in s.media:
-            features = family.are_features(config, content[m.reference].grid)
-            ids[at + m.start + np.flatnonzero(features)], is_image[at + m.start : at + m.end] = spare, 1
+            places = at + m.start + np.flatnonzero(s.ids[m.start : m.end] == IMAGE)
+            assert len(places) == family.features(config, content[m.reference].grid)
+            ids[places] = spare
+            is_image[at + m.start : at + m.end] = 1
         sampled += range(at, at + len(s.ids)) if s.source == "sampled" else ()
         at += len(s.ids)
     given: dict[str, Any] = {"input_ids": torch.from_numpy(ids)[None], "use_cache": False}

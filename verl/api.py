@@ -102,7 +102,7 @@ class VerlTrainer:
             )
         inner = _inner_config(config, model.path)
         context, self._checkpoint_engine = context_of(inner), checkpoint_engine(inner)
-        self._banned = policy_banned(inner)
+        self._banned = policy_banned(inner, tokenizer)
         settings = EngineSettings(dtype=config.dtype, device=context.device, banned=self._banned)
         trained = replace(
             settings,

@@ -17,7 +17,7 @@ from verl.config.lora_layers import untrained, unused_lora
 from verl.config.model_files import context_tokens
 from verl.config.schema import Config
 from verl.errors import Refused
-from verl.models.families import banned_ids
+from verl.models.expand import banned_tokens
 from verl.rollout.server.options import ServeConfig, check_serve
 
 
@@ -106,7 +106,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
         folder = Path(config.model.path)
         module = load_dequantised(folder, trust_remote_code=config.model.trust_remote_code)
         await engine.load_weights(FolderWeights(module))
-        vocab_size, banned = module.config.get_text_config().vocab_size, banned_ids(module.config)
+        vocab_size, banned = module.config.get_text_config().vocab_size, banned_tokens(module.config, tokenizer)
         del module
         able = await engine.capabilities()
         for note in (*template_lines(config, tokenizer), *able.notes):

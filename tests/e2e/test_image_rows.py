@@ -9,12 +9,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from image_tokenizers import KINDS as MARKED
+from image_tokenizers import marked_folder, tokenizer_of
 from small_runs import metrics_of, small_run
+from transformers import AutoModelForImageTextToText
 from vision import END, IMAGE, KINDS, chat_folder, png
 from vision_families import model as model_of_family
 
 from verl.driver import assemble
 from verl.errors import Refused
+from verl.models.families import family_of
 from verl.rollout.embedded.features import EncodedImages
 from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
@@ -44,7 +49,7 @@ def written(path: Path, images: list[Any]) -> Path:
 
 def run(root: Path, folder: Path, data: Path, *more: str) -> Any:
     (root / "reward.py").write_text(REWARD)
-    given = ("data.max_prompt_tokens=32", f"reward.path={root / 'reward.py'}", *more)
+    given = ("data.max_prompt_tokens=96", f"reward.path={root / 'reward.py'}", *more)
     return small_run(root, folder, [data], "run.total_steps=2", *given)
 
 
@@ -97,3 +102,27 @@ def test_rows_with_images_train_the_other_families_of_qwen(kind: str, tmp_path: 
     metrics = metrics_of(tmp_path / "r")
     assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 < metrics[step]["actor/grad_norm"] for step in (1, 2))
     assert all(IMAGE in row.prompt_ids for row in read_samples(tmp_path / "r", 1))
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in ("smolvlm", "gemma3") else pytest.mark.slow) for kind in MARKED]
+)
+def test_rows_with_images_train_families_whose_images_have_marks(kind: str, tmp_path: Path) -> None:
+    """Marks are tokens of prompts, and no policy samples one. All parts of a model are trained, and its export is read
+    by transformers."""
+    data = written(tmp_path / "rows.parquet", [png(*size, k) for k, size in enumerate(SIZES)])
+    folder = tmp_path / "model"
+    assert run(tmp_path, marked_folder(kind, folder), data).steps == 2
+    metrics, rows = metrics_of(tmp_path / "r"), [row for step in (1, 2) for row in read_samples(tmp_path / "r", step)]
+    assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 < metrics[step]["actor/grad_norm"] for step in (1, 2))
+    tokenizer = tokenizer_of(kind)
+    marks = {*tokenizer.convert_tokens_to_ids([MARKED[kind].image, *MARKED[kind].tokens])}
+    assert rows and all(row.banned and len(marks & {*row.prompt_ids.tolist()}) > (kind != "llava") for row in rows)
+    assert not marks & {i for row in rows for i in row.response_ids.tolist()}
+    exported = tmp_path / "r" / "checkpoints" / "step_2" / "hf"
+    loaded, found = AutoModelForImageTextToText.from_pretrained(exported, output_loading_info=True)
+    assert not found["missing_keys"] and not found["unexpected_keys"]
+    before = dict(AutoModelForImageTextToText.from_pretrained(folder).named_parameters())
+    family = family_of(loaded.config)
+    changed = {name for name, p in loaded.named_parameters() if not torch.equal(p, before[name])}
+    assert family is not None and {*map(family.part_of, changed)} == {"vision", "projector", "language"}

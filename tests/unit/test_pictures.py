@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from vision import encoded, image_folder, png
+from vision import encoded, image_folder, image_tokenizer, png
 
+from verl.models.expand import expander
 from verl.models.image_files import MAX_PIXELS, decoded_image, image_processor, image_size
 from verl.models.pictures import Pictures, processed
 from verl.transfer_queue.media import MemoryMedia
@@ -91,11 +92,10 @@ def test_a_header_gives_the_size_of_the_upright_image(monkeypatch: Any) -> None:
 def test_the_size_alone_gives_the_grid_and_the_tokens_of_an_image(folder: Path, size: tuple[int, int]) -> None:
     processor, (family, config) = image_processor(folder)
     picture = processed(processor, decoded_image(png(*size), "x"), "x", family, config)
-    assert family.grid_of is not None and family.expansion is not None and family.placeholder is not None
-    assert family.grid_of(processor, *size[::-1]) == picture.grid
-    ids, start, tokens = family.expansion(config, picture.grid)
+    assert family.grid_of(processor, config, *size[::-1]) == picture.grid
+    ids, start, tokens = expander(family, config, image_tokenizer()).of(picture.grid)
     assert ids.tolist() == [family.placeholder(config)] * tokens and start == 0
-    assert tokens == family.tokens(config, picture.grid) == picture.grid[1] * picture.grid[2] // 4
+    assert tokens == family.features(config, picture.grid) == picture.grid[1] * picture.grid[2] // 4
 
 
 def test_images_are_processed_once_and_kept_within_a_number_of_bytes(folder: Path, monkeypatch: Any) -> None:

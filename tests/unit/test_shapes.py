@@ -87,4 +87,4 @@ def test_its_model_reads_a_picture_as_four_tokens(tmp_path: Path) -> None:
     name = store.put(picture_of(rows_of(shapes.write_problems(tmp_path / "rows", 1, seed=0))[0]), "test")
     picture = Pictures(tmp_path, store).of([name])[name]
     family = family_of(model.config)
-    assert family is not None and picture.grid == (1, 4, 4) and family.tokens(model.config, picture.grid) == 4
+    assert family is not None and picture.grid == (1, 4, 4) and family.features(model.config, picture.grid) == 4

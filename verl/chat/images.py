@@ -14,13 +14,31 @@ from verl.chat.bridge import PlainText, plain_text
 from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import Message, Renderer, RowRefused, TemplateAudit, Tokenizer, refuse_dropped
 from verl.data.media import PLACEHOLDER
+from verl.models.expand import is_mark
+from verl.models.families import ImageFamily
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """The text that belongs before and after each placeholder of a rendering, which the tokenizer may join with the
+    prompt's own. token: the placeholder; text: "" for none"""
+
+    token: str
+    text: str
+
+    def written(self, rendering: str) -> str:
+        return rendering.replace(self.token, f"{self.text}{self.token}{self.text}") if self.text else rendering
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedRenderer(Renderer):
-    """A renderer of messages that have marks in the place of special tokens."""
+    """A renderer of messages that have marks in the place of special tokens. around: see `ImagePrompts`"""
 
     plain: PlainText = field(kw_only=True)
+    around: Around = field(kw_only=True)
+
+    def text(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        return self.around.written(Renderer.text(self, messages, prompt=prompt))
 
     def encode(self, text: str) -> np.ndarray:
         return self.plain.encode(text)
@@ -36,10 +54,12 @@ class MarkedRenderer(Renderer):
 @dataclass(frozen=True, slots=True)
 class ImagePrompts:
     """Renders prompts for a model that reads images. placeholder: the token that the chat template writes for an
-    image · plain: the ids of the text of each token of this kind, as of any other text."""
+    image · plain: the ids of the text of each token of this kind, as of any other text · around: the text beside each
+    placeholder"""
 
     placeholder: int
     plain: PlainText
+    around: Around
 
     def ids(self, r: Renderer, messages: Sequence[Mapping[str, Any]], audit: TemplateAudit) -> np.ndarray:
         """Return the ids [P] int64 of the messages with the generation prompt, with one placeholder for each part of
@@ -48,7 +68,7 @@ class ImagePrompts:
         marked = self.marked(messages, r.tools)
         text = r.text(marked, prompt=True)
         refuse_dropped(r, text, marked, audit, prompt=True)
-        ids = self.plain.encode(text)
+        ids = self.plain.encode(self.around.written(text))
         self.places(ids, marked)
         return ids
 
@@ -75,7 +95,7 @@ class ImagePrompts:
             train_from=train_from,
             last_only=last_only,
             may_skip_thinking=may_skip_thinking,
-            renderer=partial(MarkedRenderer, plain=self.plain),
+            renderer=partial(MarkedRenderer, plain=self.plain, around=self.around),
         )
         for row in rows:
             if row.mask[self.places(row.ids, marked[: row.last + 1])].any():
@@ -121,10 +141,15 @@ class ImagePrompts:
                 raise RowRefused("the placeholder of an image in a tool's call or schema", held)
 
 
-def image_prompts(tokenizer: Tokenizer, placeholder: int) -> ImagePrompts:
-    every, own = plain_text(tokenizer), str(tokenizer.convert_ids_to_tokens(placeholder))
-    control = {text: ids for text, ids in every.control.items() if text == own or PLACEHOLDER.fullmatch(text)}
-    return ImagePrompts(placeholder, PlainText(tokenizer, control))
+def image_prompts(tokenizer: Tokenizer, family: ImageFamily, config: Any) -> ImagePrompts:
+    """Return the renderer of prompts for a model of this family and configuration."""
+    placeholder, every = family.placeholder(config), plain_text(tokenizer)
+    own = {str(tokenizer.convert_ids_to_tokens(i)) for i in (placeholder, *family.feature_ids(config))}
+    of_images = {text for text in every.control if PLACEHOLDER.fullmatch(text) or is_mark(family, text)}
+    control = {text: ids for text, ids in every.control.items() if text in own | of_images}
+    token = str(tokenizer.convert_ids_to_tokens(placeholder))
+    around = Around(token, family.around if token in control else "")
+    return ImagePrompts(placeholder, PlainText(tokenizer, control), around)
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -7,7 +7,6 @@ from typing import get_args
 
 from verl.algorithms.sections import is_url
 from verl.config.backends import engine_name, traits_of
-from verl.config.cluster import TRAINS
 from verl.config.model_files import EMBEDDING, HEAD, find_model_folder, read_model_config, read_weight_headers
 from verl.config.schema import Config
 from verl.errors import Refused
@@ -31,7 +30,7 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     yield from _frozen_faults(config, kind)
     if kind is None:
         return
-    if command in TRAINS and (command == "rm" or FAMILIES[kind].expansion is None):
+    if command == "rm":
         yield from text_faults(config, f"verl {command} reads rows of text alone for a {kind}")
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
     if kind in ON_ONE_RANK and engine_name(config, "model") != "torch":

@@ -32,7 +32,8 @@ from verl.config.model_files import read_model_config
 from verl.data.media import is_media_column, refuse_media
 from verl.data.values import kind_of, names_of
 from verl.errors import Refused
-from verl.models.families import FAMILIES, Expansion, ImageFamily, family_name, family_of
+from verl.models.expand import Expander, Expansion, expander
+from verl.models.families import ImageFamily, family_name, family_of
 from verl.models.image_files import SETTINGS, decoded_image, image_processor, image_size
 from verl.types import TaskImage
 
@@ -67,33 +68,45 @@ class ImageFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Reads the images of rows for one model. digest: a hash of the files on which an image's tokens depend · content:
-    the folder for content that is no file."""
+    """Reads the images of rows for one model. digest: a hash of the files on which an image's tokens depend, beside its
+    tokenizer · content: the folder for content that is no file."""
 
     folder: Path = field(repr=False)
     content: Path = field(repr=False)
     digest: str
+    tokenizer: Any = field(repr=False)
 
     @cached_property
-    def placeholder(self) -> int:
+    def model(self) -> tuple[ImageFamily, Any]:
+        """The model's family and configuration."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.folder, local_files_only=True)
         family = family_of(config)
-        assert family is not None and family.placeholder is not None, "checked in image_rules"
+        assert family is not None, "checked in image_rules"
+        return family, config
+
+    @cached_property
+    def placeholder(self) -> int:
+        family, config = self.model
         return family.placeholder(config)
 
     @cached_property
-    def _model(self) -> tuple[Any, tuple[ImageFamily, Any]]:
-        """The image processor, which a run on rows of text does not need, the family and the configuration."""
-        return image_processor(self.folder)
+    def _processor(self) -> Any:
+        """The image processor, which a run on rows of text does not need."""
+        return image_processor(self.folder)[0]
+
+    @cached_property
+    def _expander(self) -> Expander:
+        return expander(*self.model, self.tokenizer)
 
     @cached_property
     def _expansions(self) -> dict[Any, Expansion]:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "content": self.content, "digest": self.digest}
+        own = ("folder", "content", "digest", "tokenizer")
+        return {name: getattr(self, name) for name in own}
 
     def seen(self, row: dict[str, Any], messages: Messages, where: str) -> SeenRow:
         """Return the row with its images. Raise Refused for an image that cannot be read, and if images and their
@@ -140,29 +153,28 @@ class ImageRules:
     def _expansion(self, sides: tuple[int, int], path: Path, where: str) -> Expansion:
         if sides in self._expansions:
             return self._expansions[sides]
-        processor, (family, config) = self._model
-        assert family.grid_of is not None and family.expansion is not None, "checked in image_rules"
+        processor, (family, config) = self._processor, self.model
         try:
-            grid = family.grid_of(processor, *sides)
+            grid = family.grid_of(processor, config, *sides)
         except ValueError as e:
             raise Refused(f"{where}: {sides[1]} x {sides[0]} pixels: {e}") from e
         if grid is not None:
-            return self._expansions.setdefault(sides, family.expansion(config, grid))
+            return self._expansions.setdefault(sides, self._expander.of(grid))
         from verl.models.pictures import processed
 
         image = decoded_image(path.read_bytes(), where)
-        return family.expansion(config, processed(processor, image, where, family, config).grid)
+        return self._expander.of(processed(processor, image, where, family, config).grid)
 
 
-def image_rules(folder: Path, content: Path) -> ImageRules | None:
-    """Return the reader of images for the model in a folder; None if its rows are rendered as text."""
+def image_rules(folder: Path, content: Path, tokenizer: Any) -> ImageRules | None:
+    """Return the reader of images for the model in a folder; None if it reads text alone."""
     config = read_model_config(folder)
-    if (name := family_name(config)) is None or FAMILIES[name].expansion is None:
+    if family_name(config) is None:
         return None
     digest = hashlib.blake2b(repr(sorted(config.items())).encode(), digest_size=16)
     if (settings := folder / SETTINGS).is_file():
         digest.update(settings.read_bytes())
-    return ImageRules(folder, content, digest.hexdigest())
+    return ImageRules(folder, content, digest.hexdigest(), tokenizer)
 
 
 def expanded(

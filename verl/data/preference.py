@@ -77,7 +77,7 @@ def load_pairs(
     """Read, render and check all rows. A row of more than data.max_tokens_per_row tokens raises ValueError, or is
     dropped if data.truncation is left or right, since a cut answer is not the answer that was compared. stops: see
     `RenderJob` · model: see `load_tasks`."""
-    images = rules_of_model(model, cfg)
+    images = rules_of_model(model, cfg, tokenizer)
     job = PairJob(tokenizer, cfg, template_kwargs or {}, stops, images, paired=paired, needs_gap=needs_gap)
     arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)

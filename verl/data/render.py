@@ -168,7 +168,7 @@ class RenderJob:
     @cached_property
     def _image_prompts(self) -> ImagePrompts:
         assert self.images is not None
-        return image_prompts(self.tokenizer, self.images.placeholder)
+        return image_prompts(self.tokenizer, *self.images.model)
 
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         raise NotImplementedError

@@ -148,7 +148,7 @@ def load_tasks(
     stops: see `RenderJob`
     model: the folder of the policy, which may read images; None: rows with images are refused
     """
-    images = rules_of_model(model, cfg)
+    images = rules_of_model(model, cfg, tokenizer)
     job = PromptJob(tokenizer, cfg, template_kwargs or {}, stops, players=players, images=images)
     arrays, report, key = load_arrays(files, job, max_rows)
     if report.refused:
@@ -184,15 +184,15 @@ def load_conversations(
             "data.truncation=middle: a conversation cut in its middle joins words that nobody wrote."
             " Fix: error, left or right"
         )
-    job = ConversationJob(tokenizer, cfg, template_kwargs or {}, stops, images=rules_of_model(model, cfg))
+    job = ConversationJob(tokenizer, cfg, template_kwargs or {}, stops, images=rules_of_model(model, cfg, tokenizer))
     arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)
     return ConversationTable(arrays, report, key + images_key(arrays))
 
 
-def rules_of_model(model: Path | None, cfg: DataConfig) -> ImageRules | None:
+def rules_of_model(model: Path | None, cfg: DataConfig, tokenizer: Tokenizer) -> ImageRules | None:
     """Return the reader of images for the model in a folder; None if its rows are rendered as text."""
-    return None if model is None else image_rules(model, cache_path(cfg.cache_dir, "").parent / "media")
+    return None if model is None else image_rules(model, cache_path(cfg.cache_dir, "").parent / "media", tokenizer)
 
 
 def images_key(arrays: Mapping[str, np.ndarray]) -> str:

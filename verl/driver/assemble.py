@@ -286,7 +286,7 @@ def _trajectories(
         max_turns=config.agent.max_turns,
         credits_turns=algorithm.credits_turns(),
         stored_share=algorithm.stored_share(),
-        banned=policy_banned(config),
+        banned=policy_banned(config, tokenizer),
         timeout_s=config.run.wait_timeout_s,
         # the pool limits each call to reward.timeout_s from its start; this limit is for a pool that is stuck
         reward_timeout_s=config.run.wait_timeout_s + 2 * config.reward.timeout_s,

@@ -16,6 +16,7 @@ from verl.config.lora_layers import served_factors
 from verl.config.noise import noise_of
 from verl.config.schema import Config
 from verl.config.served import rollout_faults, urls_of
+from verl.driver.banned import policy_banned
 from verl.driver.driver_host import server_place
 from verl.driver.fleet import Fleet
 from verl.driver.models import ModelContext
@@ -95,6 +96,7 @@ def rollout_engine(
         lora_versions=math.ceil(config.pipeline.staleness) + 2 if factors else 0,
         place=server_place(config, replica, peers or Peers()),
         pictures=pictures,
+        banned=policy_banned(config, tokenizer),
         noise=noise_of(config),
     )
     return import_object(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)

@@ -77,5 +77,4 @@ def _images_of(path: str) -> tuple[ImageFamily | None, int | None]:
     """Return how the model in a folder reads images, and the id of their placeholder."""
     folder = find_model_folder(path)
     family = FAMILIES.get(name_of(read_model_config(folder)))
-    placeholder = family and family.placeholder
-    return family, placeholder(exact_config(folder)) if placeholder else None
+    return family, family.placeholder(exact_config(folder)) if family else None

@@ -135,7 +135,7 @@ async def _generate(config: Config, tokenizer: Any, prompts: Sequence[Prompt], n
         rollout = rollout_engine(config, tokenizer, context.devices["rollout"], media=store)
         started.push_async_callback(rollout.close)
         await sync.publish(model, [rollout], version=0, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s)
-        sampling, waits = replace(sampling_of(config), banned=policy_banned(config)), Waits()
+        sampling, waits = replace(sampling_of(config), banned=policy_banned(config, tokenizer)), Waits()
         slots = asyncio.Semaphore(config.rollout.max_concurrent_sequences)
 
         async def answer(prompt: int, k: int) -> Completion:

@@ -18,7 +18,7 @@ def encode_pictures(
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """Return the features [n, H] of each image, and those that layers of the decoder add, of all images [N, H]. base:
     the model without its head."""
-    counts = [int(family.are_features(config, picture.grid).sum()) for picture in pictures]
+    counts = [family.features(config, picture.grid) for picture in pictures]
     twice = 2 if counts == [1] else 1  # Mistral3 of transformers fails if there is one feature
     given = _GIVEN[family.content]([*pictures] * twice, config, device)
     out = base.get_image_features(**given, return_dict=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,16 +34,6 @@ def _placeholder_ids(config: Any) -> tuple[int, ...]:
     return tuple(sorted(i for i in ids if i is not None and 0 <= i < config.get_text_config().vocab_size))
 
 
-class Expansion(NamedTuple):
-    """The tokens that replace the one token which the chat template writes for an image. The image's own are the
-    `tokens` from `start` on, with the ends of its rows; those around them are text."""
-
-    ids: np.ndarray
-    """[t] int64."""
-    start: int
-    tokens: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageFamily:
     """The facts of a model family that reads images."""
@@ -52,27 +42,29 @@ class ImageFamily:
     """The number of positions of each token."""
     content: Content
     """The form of an image as the tower reads it."""
-    tokens: Callable[[Any, Grid], int]
-    """(config, grid) -> the number of tokens of an image."""
+    layout: Callable[[Any, Grid], Sequence[int | str]]
+    """(config, grid) -> what replaces the token that the chat template writes for an image, in order: numbers of
+    features of the image, and the text before, between and after them."""
     positions: Callable[[Any, Grid], tuple[np.ndarray, int]] | None = None
     """(config, grid) -> the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position
     of the token after them. None: an image's tokens are counted as text is."""
-    features: Callable[[Any, Grid], np.ndarray] | None = None
-    """(config, grid) -> for each of an image's tokens whether it is a feature of the image; the others are text, as the
-    ends of its rows. None: all are features."""
     mutual: bool = False
     """The tokens of an image attend to each other, not only to those before them."""
     processing: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     """(config) -> settings of the image processor that its file does not have."""
     banned: Callable[[Any], tuple[int, ...]] = _placeholder_ids
     """(config) -> the ids of placeholders and of the marks around them, which a policy must not sample."""
-    placeholder: Callable[[Any], int] | None = None
-    """config -> the token that the chat template writes once for each image. None: rows with images are refused."""
-    expansion: Callable[[Any, Grid], Expansion] | None = None
-    """(config, grid) -> the tokens that replace it."""
-    grid_of: Callable[[Any, int, int], Grid | None] | None = None
-    """(image processor, height, width) -> the grid of an image of this size in pixels, without its content; None if it
-    is known only once the image is processed. Raise ValueError for a size that the processor refuses."""
+    marks: tuple[str, ...] = ()
+    """Further tokens that a policy must not sample, of the layout; a tokenizer must have them."""
+    tiles: re.Pattern[str] | None = None
+    """The same, for tokens that only some tokenizers have: others spell them as text."""
+    placeholder: Callable[[Any], int] = lambda config: int(config.image_token_id)
+    """config -> the token that the chat template writes once for each image."""
+    around: str = ""
+    """The text that is written before and after that token, which the tokenizer may join with the prompt's own."""
+    grid_of: Callable[[Any, Any, int, int], Grid | None]
+    """(image processor, config, height, width) -> the grid of an image of this size in pixels, without its content;
+    None if it is known only once the image is processed. Raise ValueError for a size that the processor refuses."""
     language: str
     """The language model, below the base model."""
     tower: str
@@ -81,17 +73,13 @@ class ImageFamily:
     """The modules that map the tower's features to the width of the language model, below the base model; they may be
     within the tower. The first one is always there."""
 
-    def places(self, config: Any, grid: Grid) -> tuple[np.ndarray, int]:
-        """Return the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position of the
-        token after them."""
-        if self.positions is not None:
-            return self.positions(config, grid)
-        tokens = self.tokens(config, grid)
-        return np.arange(tokens)[None], tokens
+    def feature_ids(self, config: Any) -> tuple[int, ...]:
+        """Return the ids of the tokens that features replace, within the tokens of an image; others there are text."""
+        return (int(config.image_token_id),)
 
-    def are_features(self, config: Any, grid: Grid) -> np.ndarray:
-        """Return for each of an image's tokens whether it is a feature."""
-        return np.ones(self.tokens(config, grid), bool) if self.features is None else self.features(config, grid)
+    def features(self, config: Any, grid: Grid) -> int:
+        """Return the number of an image's features."""
+        return sum(part for part in self.layout(config, grid) if isinstance(part, int))
 
     def part_of(self, name: str) -> Part:
         """Return the part of the model to which the parameter with this name belongs."""
@@ -130,17 +118,11 @@ def _grid_positions(config: Any, grid: Grid) -> tuple[np.ndarray, int]:
     return np.indices(merged).reshape(3, -1), max(merged[1:])
 
 
-def _image_token(config: Any) -> int:
-    return int(config.image_token_id)
+def _patches_alone(config: Any, grid: Grid) -> Sequence[int]:
+    return [_merged_tokens(config, grid)]
 
 
-def _repeated(config: Any, grid: Grid) -> Expansion:
-    """Return the placeholder once for each token of the image."""
-    tokens = _merged_tokens(config, grid)
-    return Expansion(np.full(tokens, _image_token(config)), 0, tokens)
-
-
-def _resized_grid(processor: Any, height: int, width: int) -> Grid | None:
+def _resized_grid(processor: Any, config: Any, height: int, width: int) -> Grid | None:
     """Return the rows and columns of patches after the processor has changed the size of the image."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
@@ -151,34 +133,69 @@ def _resized_grid(processor: Any, height: int, width: int) -> Grid | None:
     return 1, sides[0] // patch, sides[1] // patch
 
 
-def _in_rows(config: Any, grid: Grid) -> np.ndarray:
+def _in_rows(config: Any, grid: Grid) -> Sequence[int | str]:
     """Each row of an image ends with a token that is text."""
     size, (_, rows, columns) = getattr(config, "spatial_merge_size", 1), grid
-    found = np.ones((rows // size, columns // size + 1), bool)
-    found[:, -1] = False
-    return found.ravel()
+    row: list[int | str] = [columns // size, "[IMG_BREAK]"]
+    return [*row * (rows // size - 1), row[0], "[IMG_END]"]
 
 
-def _tile_tokens(config: Any, grid: Grid) -> int:
-    """Return the number of tokens of an image in tiles of one size."""
+def _grid_in_rows(processor: Any, config: Any, height: int, width: int) -> Grid:
+    """Return the rows and columns of patches of an image that is scaled down to the longest side, and to whole
+    tokens."""
+    longest, merge = processor.size["longest_edge"], getattr(config, "spatial_merge_size", 1)
+    side = config.vision_config.patch_size * merge
+    ratio = max(height / longest, width / longest)
+    sides = (height, width) if ratio <= 1 else (int(height / ratio), int(width / ratio))
+    if 0 in sides:
+        raise ValueError(f"scaled down to {longest} pixels, it has a side without any")
+    rows, columns = (((pixels - 1) // side + 1) * merge for pixels in sides)
+    return 1, rows, columns
+
+
+def _tiles_alone(config: Any, grid: Grid) -> Sequence[int | str]:
+    """The features of an image in tiles of one size are together."""
     vision, ratio = config.vision_config, config.downsample_ratio
     rows, columns = (int(side // patch * ratio) for side, patch in zip(vision.image_size, vision.patch_size))
-    return grid[0] * rows * columns
+    return ["<img>", grid[0] * rows * columns, "</img>"]
 
 
-def _square_tokens(config: Any, grid: Grid) -> int:
-    """Return the number of tokens of an image of one size: one for each patch, and the first state if it is kept."""
+def _grid_of_tiles(processor: Any, config: Any, height: int, width: int) -> Grid:
+    return int(processor.get_number_of_image_patches(height, width)), 1, 1
+
+
+def _square(config: Any, grid: Grid) -> Sequence[int]:
+    """An image of one size has a feature for each patch, and the first state if it is kept."""
     vision = config.vision_config
-    return int((vision.image_size // vision.patch_size) ** 2) + (config.vision_feature_select_strategy != "default")
+    return [int((vision.image_size // vision.patch_size) ** 2) + (config.vision_feature_select_strategy != "default")]
 
 
-def _between_tiles(config: Any, grid: Grid) -> np.ndarray:
-    """Two tokens that are text are before each tile, and one after each row of tiles and after the whole image, which
-    is the last tile."""
-    vision, (_, rows, columns) = config.vision_config, grid
+def _one_tile(processor: Any, config: Any, height: int, width: int) -> Grid:
+    return 1, 1, 1
+
+
+def _without_crops(processor: Any, config: Any, height: int, width: int) -> Grid:
+    if processor.do_pan_and_scan:
+        raise ValueError("do_pan_and_scan of its processor adds crops of an image, which are not read; set it to false")
+    return 1, 1, 1
+
+
+def _marked_tiles(config: Any, grid: Grid) -> Sequence[int | str]:
+    """Marks are before each tile, and a line ends after each row of tiles. The whole image is the last tile."""
+    vision, (_, rows, columns), around = config.vision_config, grid, "<fake_token_around_image>"
     count = int((vision.image_size // vision.patch_size / config.scale_factor) ** 2)
-    tile = [False, False, *[True] * count]
-    return np.array([*(tile * columns + [False]) * rows, *tile, False])
+    found, before = list[int | str](), ""
+    for row in range(1, rows + 1):
+        for column in range(1, columns + 1):
+            found += [f"{before}{around}<row_{row}_col_{column}>", count]
+            before = ""
+        before = "\n"
+    return [*found, f"{before}{before}{around}<global-img>", count, around]
+
+
+def _grid_of_marked_tiles(processor: Any, config: Any, height: int, width: int) -> Grid:
+    tiles, rows, columns = processor.get_number_of_image_patches(height, width)
+    return max(1, tiles), rows, columns
 
 
 def _patch_of_tokens(config: Any) -> Mapping[str, Any]:
@@ -190,10 +207,8 @@ def _patch_of_tokens(config: Any) -> Mapping[str, Any]:
 _QWEN = ImageFamily(
     axes=3,
     content="patches",
-    tokens=_merged_tokens,
+    layout=_patches_alone,
     positions=_grid_positions,
-    placeholder=_image_token,
-    expansion=_repeated,
     grid_of=_resized_grid,
     language="language_model",
     tower="visual",
@@ -202,15 +217,18 @@ _QWEN = ImageFamily(
 _TOWER: dict[str, Any] = dict(language="language_model", tower="vision_tower", projector=("multi_modal_projector",))
 _PIXTRAL = ImageFamily(
     content="pixels",
-    tokens=lambda config, grid: len(_in_rows(config, grid)),
-    features=_in_rows,
+    layout=_in_rows,
+    marks=("[IMG_BREAK]", "[IMG_END]"),
+    grid_of=_grid_in_rows,
     processing=_patch_of_tokens,
     **_TOWER,
 )
 _TILES_IN_ROWS = ImageFamily(
     content="tiles in rows",
-    tokens=lambda config, grid: len(_between_tiles(config, grid)),
-    features=_between_tiles,
+    layout=_marked_tiles,
+    marks=("<fake_token_around_image>",),
+    tiles=re.compile(r"<row_\d+_col_\d+>|<global-img>"),
+    grid_of=_grid_of_marked_tiles,
     processing=lambda config: {"return_row_col_info": True},
     language="text_model",
     tower="vision_model",
@@ -224,17 +242,26 @@ FAMILIES: Mapping[str, ImageFamily] = {
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "llava with pixtral": _PIXTRAL,
-    "llava with clip_vision_model": ImageFamily(content="tiles", tokens=_square_tokens, **_TOWER),
+    "llava with clip_vision_model": ImageFamily(content="tiles", layout=_square, grid_of=_one_tile, **_TOWER),
     "mistral3": _PIXTRAL,
     "gemma3": ImageFamily(
         content="tiles",
-        tokens=lambda config, grid: grid[0] * config.mm_tokens_per_image,
+        layout=lambda config, grid: ["<start_of_image>", grid[0] * config.mm_tokens_per_image, "<end_of_image>"],
         mutual=True,
-        processing=lambda config: {"do_pan_and_scan": False, "do_convert_rgb": True},
+        placeholder=lambda config: int(config.boi_token_index),
+        around="\n\n",
+        marks=("<start_of_image>", "<end_of_image>"),
+        grid_of=_without_crops,
+        processing=lambda config: {"do_convert_rgb": True},
         **_TOWER,
     ),
     "internvl": ImageFamily(
-        content="tiles", tokens=_tile_tokens, processing=lambda config: {"crop_to_patches": True}, **_TOWER
+        content="tiles",
+        layout=_tiles_alone,
+        marks=("<img>", "</img>"),
+        grid_of=_grid_of_tiles,
+        processing=lambda config: {"crop_to_patches": True},
+        **_TOWER,
     ),
     "idefics3": _TILES_IN_ROWS,
     "smolvlm": _TILES_IN_ROWS,
@@ -283,7 +310,7 @@ def positions_from(
 ) -> tuple[np.ndarray, int]:
     """Return the positions [axes, tokens] of a run of tokens of which the first has position `now`, and the position of
     the token after them. Text counts on, and an image has its own positions from there. own: by reference, the result
-    of `ImageFamily.places`. Raise ValueError for an image with another number of tokens than its placeholders."""
+    of `ImageFamily.positions`. Raise ValueError for an image with another number of tokens than its placeholders."""
     out, at = np.empty((axes, tokens), np.int64), 0
     for m in media:
         out[:, at : m.start] = now + np.arange(m.start - at)

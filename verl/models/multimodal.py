@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.errors import Refused
 from verl.media_tokens import MediaTokens, Picture
-from verl.models.families import FAMILIES, family_of, positions_from
+from verl.models.families import FAMILIES, ImageFamily, family_of, positions_from
 from verl.types import Medium
 
 
@@ -29,9 +29,28 @@ def with_pictures(batch: Batch, pictures: Mapping[str, Picture], config: Any) ->
         known = ", ".join(FAMILIES)
         raise Refused(f"model_type {config.model_type!r} has no row for images; those with one are {known}")
     media = batch.media.with_pictures(pictures)
-    places = {name: family.places(config, picture.grid) for name, picture in media.pictures.items()}
-    positions = _positions(batch, media, places, family.axes)
-    return replace(batch, media=media, positions=positions if family.axes > 1 else positions[0])
+    positions = batch.positions
+    if (own := family.positions) is not None:
+        places = {name: own(config, picture.grid) for name, picture in media.pictures.items()}
+        positions = _positions(batch, media, places, family.axes)
+    return replace(batch, media=_features(batch, media, family, config), positions=positions)
+
+
+def _features(batch: Batch, media: MediaTokens, family: ImageFamily, config: Any) -> MediaTokens:
+    """Return the media with their features alone: other tokens of an image are text. Raise ValueError for an image with
+    another number of features than tokens for them."""
+    medium, starts = media.medium.numpy(), ((media.medium >= 0) & (media.feature == 0)).numpy()
+    here = (medium >= 0) & np.isin(batch.ids.numpy(), family.feature_ids(config))
+    number = np.cumsum(starts) - 1  # of each token's image among all places of images
+    found = np.bincount(number[here], minlength=int(starts.sum()))
+    counts = [family.features(config, media.pictures[name].grid) for name in media.references]
+    for name, tokens in zip(medium[starts], found):
+        if tokens != counts[name]:
+            reference = media.references[name]
+            raise ValueError(f"image {reference} has {counts[name]} features by its size, and {tokens} tokens for them")
+    first = np.cumsum(found) - found
+    feature = np.where(here, np.cumsum(here) - 1 - first[number], 0)
+    return replace(media, medium=torch.from_numpy(np.where(here, medium, -1)), feature=torch.from_numpy(feature))
 
 
 def on_axes(positions: Tensor, axes: int) -> Tensor:

@@ -98,20 +98,18 @@ class Vision:
 
     def _features(self, media: MediaTokens) -> Tensor:
         """Return for each token the index of its feature among those of all media, in order; -1: it is text."""
-        of_each = [self._family.are_features(self._config, media.pictures[name].grid) for name in media.references]
-        every = torch.from_numpy(np.concatenate(of_each))  # of all tokens of all media
-        index = torch.where(every, every.cumsum(0) - 1, -1)
-        first = torch.from_numpy(np.cumsum([0, *map(len, of_each)]))
-        tokens = first[media.medium.clamp(min=0)] + media.feature
-        return torch.where(media.medium >= 0, index[tokens], -1)
+        first = torch.from_numpy(np.cumsum([0, *self._counts(media)]))
+        return torch.where(media.medium >= 0, first[media.medium.clamp(min=0)] + media.feature, -1)
+
+    def _counts(self, media: MediaTokens) -> list[int]:
+        return [self._family.features(self._config, media.pictures[name].grid) for name in media.references]
 
     def ahead(self, media: MediaTokens | None) -> np.ndarray | None:
         """Return how many tokens after itself each token of a pack attends to: those of its image; None: no token
         does."""
         if media is None or not self.mutual:
             return None
-        tokens = [self._family.tokens(self._config, media.pictures[name].grid) for name in media.references]
-        after = torch.tensor(tokens)[media.medium.clamp(min=0)] - 1 - media.feature
+        after = torch.tensor(self._counts(media))[media.medium.clamp(min=0)] - 1 - media.feature
         return torch.where(media.medium >= 0, after, 0).numpy()
 
     def masks(self, given: Mapping[str, Any], media: MediaTokens | None) -> dict[str, Any]:

@@ -228,8 +228,8 @@ class RolloutContext:
     """The exploration noise of each version of the policy. None: there is none."""
     place: ServerPlace | None = None
     """The place of the server, for an engine that is one."""
-    pictures: Pictures | None = None
-    """The content of the images of requests. None: requests have no images."""
+    pictures: Pictures | None = None  # The content of the images of requests. None: requests have no images.
+    banned: tuple[int, ...] | None = None  # The ids that a policy must not sample. None: those of its configuration.
 
     def __post_init__(self) -> None:
         check_positive(max_context_tokens=self.max_context_tokens)

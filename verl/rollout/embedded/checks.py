@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from verl.models.families import banned_ids
 from verl.rollout.base import GenerateRequest, Media, RolloutContext, check_request, checked_ids
 from verl.rollout.embedded.core import Runner
 from verl.rollout.embedded.images import ImageReader, RequestImages
 from verl.rollout.embedded.requests import ActiveRequest
+from verl.rollout.embedded.sampler import never_sampled
 from verl.types import as_ids
 
 
@@ -20,7 +20,7 @@ class InputChecks:
 
     def __init__(self, runner: Runner, context: RolloutContext) -> None:
         self._runner, self._decodes = runner, context.decode is not None
-        self.images, self._banned = ImageReader(context), banned_ids(context.hf_config)
+        self.images, self._banned = ImageReader(context), never_sampled(context)
         self._in_vocabulary = b""  # the bytes of the ids that were checked last
 
     def request(self, request: GenerateRequest, running: Container[str]) -> ActiveRequest:

@@ -117,7 +117,7 @@ class EncodedImages:
         device = features[0].tokens.device
         return SeenImages(
             torch.from_numpy(images.positions_of(tokens)).to(device),
-            images.features(),
+            images.features,
             torch.cat([one.tokens for one in features]),
             tuple(torch.cat(states) for states in zip(*(one.deeper for one in features), strict=True)),
         ).part(0, tokens)

@@ -64,7 +64,7 @@ class HfRunner:
         self._resident = POLICY_SET.id  # the parameter set of the resident rows
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
         self._family = family_of(context.hf_config)
-        self._banned = banned_of(context.hf_config, self._device)
+        self._banned = banned_of(context, self._device)
         self._images = EncodedImages(self._encode)
 
     @cached_property  # `isinstance` with a protocol reads it too
@@ -233,7 +233,7 @@ class HfRunner:
             more = {"visual_pos_masks": here, "deepstack_visual_embeds": added}
         known: Any = mask
         if self._family.mutual:
-            known = mutual_masks(self._config.get_text_config(), x, numbers, mask)
+            known = mutual_masks(language.config, x, numbers, mask)  # the module's own: it names an attention
         at = at if self._family.axes > 1 else at[0]
         out = language(inputs_embeds=x, position_ids=at, attention_mask=known, **cache, **more)
         return out.last_hidden_state, out.past_key_values

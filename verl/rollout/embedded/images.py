@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl.models.families import family_of, positions_from
+from verl.models.families import ImageFamily, family_of, positions_from
 from verl.rollout.base import RolloutContext
-from verl.types import Medium, Segment
+from verl.types import Grid, Medium, Segment
 
 if TYPE_CHECKING:
     from verl.media_tokens import Picture
@@ -27,18 +27,14 @@ class RequestImages:
     """The positions [axes, P] of its tokens, moved so that the token after the prompt has position P. RoPE depends on
     differences alone, so every later token has the number of tokens before it as its position, as in a text."""
 
-    are_features: Mapping[str, np.ndarray]
-    """For each token of an image whether it is a feature, by reference; the others are text."""
+    features: np.ndarray
+    """The indices of all tokens that are features of images, in order; other tokens of an image are text."""
 
     def positions_of(self, tokens: int) -> np.ndarray:
         """Return the positions [axes, tokens] of the prompt and the text after it; at least those of the prompt."""
         axes, prompt = self.positions.shape
         after = np.broadcast_to(np.arange(prompt, max(prompt, tokens)), (axes, max(0, tokens - prompt)))
         return np.concatenate([self.positions, after], axis=1)
-
-    def features(self) -> np.ndarray:
-        """Return the indices of all tokens that are features of images, in order."""
-        return np.concatenate([m.start + np.flatnonzero(self.are_features[m.reference]) for m in self.media])
 
     def numbers(self, tokens: int) -> np.ndarray:
         """Return the number of each token's image in the prompt, with the text after it, `tokens` in all; -1: text."""
@@ -53,6 +49,7 @@ class ImageReader:
 
     def __init__(self, context: RolloutContext) -> None:
         self._config, self._family, self._content = context.hf_config, family_of(context.hf_config), context.pictures
+        self._feature_ids = self._family.feature_ids(self._config) if self._family is not None else ()
 
     @property
     def reads(self) -> bool:
@@ -69,9 +66,18 @@ class ImageReader:
         try:
             spans = Segment(ids=ids, source="prompt", media=tuple(media)).media
             pictures = content.of({m.reference: None for m in spans})
-            own = {name: family.places(self._config, picture.grid) for name, picture in pictures.items()}
-            positions, after = positions_from(0, len(ids), spans, own, family.axes)
+            positions, after = np.arange(len(ids))[None], len(ids)
+            if (of := family.positions) is not None:
+                own = {name: of(self._config, picture.grid) for name, picture in pictures.items()}
+                positions, after = positions_from(0, len(ids), spans, own, family.axes)
+            features = [self._features(ids, m, family, pictures[m.reference].grid) for m in spans]
         except ValueError as e:
             raise ValueError(f"{what}: {e}") from e
-        features = {name: family.are_features(self._config, picture.grid) for name, picture in pictures.items()}
-        return RequestImages(spans, pictures, positions + (len(ids) - after), features)
+        return RequestImages(spans, pictures, positions + (len(ids) - after), np.concatenate(features))
+
+    def _features(self, ids: np.ndarray, m: Medium, family: ImageFamily, grid: Grid) -> np.ndarray:
+        """Return the indices of the tokens that are an image's features."""
+        found = m.start + np.flatnonzero(np.isin(ids[m.start : m.end], self._feature_ids))
+        if (wanted := family.features(self._config, grid)) != len(found):
+            raise ValueError(f"image {m.reference} has {wanted} features by its size, and {len(found)} tokens for them")
+        return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from verl.accel.operations import Call
 from verl.accel.plain import inverse_cdf, plain_truncate
 from verl.accel.uniforms import GAMMA, mixed, uniforms
 from verl.models.families import banned_ids
-from verl.rollout.base import Scores
+from verl.rollout.base import RolloutContext, Scores
 
 MASK = 2**64 - 1
 
@@ -79,9 +78,14 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
     return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
 
 
-def banned_of(config: Any, device: torch.device) -> Tensor | None:
+def never_sampled(context: RolloutContext) -> tuple[int, ...]:
+    """Return the ids that a policy must not sample."""
+    return banned_ids(context.hf_config) if context.banned is None else context.banned
+
+
+def banned_of(context: RolloutContext, device: torch.device) -> Tensor | None:
     """Return the ids [k] that a policy must not sample; None if there are none."""
-    ids = banned_ids(config)
+    ids = never_sampled(context)
     return torch.tensor(ids, device=device) if ids else None
 
 

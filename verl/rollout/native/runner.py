@@ -86,7 +86,7 @@ class NativeRunner:
         emulates = context.dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulates else context.dtype
         self.model = Model(context.hf_config, self.max_context_tokens, device)
-        self.vocab_size, self._banned = self.model.shape.vocab, banned_of(context.hf_config, device)
+        self.vocab_size, self._banned = self.model.shape.vocab, banned_of(context, device)
         self._tower = tower_of(context.hf_config, self.compute_dtype, device)
         prompts = choose("prompt_attention", self._use())
         self.model.prompt_attention = None if prompts is None else prompts.call

@@ -1,0 +1,157 @@
+"""Prompts with images of all families: their ids are those of the processors of transformers."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from image_tokenizers import KINDS, TILES, built, folder_of, tokenizer_of
+from PIL import Image
+from transformers.models.pixtral import image_processing_pil_pixtral
+from transformers.processing_utils import ProcessorMixin
+from vision import png
+from vision_families import KINDS as MODELS
+
+from verl.config.schema import DataConfig
+from verl.data.source import load_tasks
+from verl.errors import Refused
+from verl.models.expand import banned_tokens, expander
+from verl.models.families import family_of
+from verl.models.image_files import image_processor
+from verl.models.pictures import processed
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any, Path], Any]:
+    """Return processors of transformers, without torchvision, processors of videos and num2words."""
+    monkeypatch.setitem(
+        sys.modules, "transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral
+    )
+    from transformers.models.smolvlm import processing_smolvlm
+
+    monkeypatch.setattr(processing_smolvlm, "num2words", str)
+    monkeypatch.setattr(ProcessorMixin, "check_argument_for_proper_class", lambda *given: None)
+
+    def made(kind: str, tokenizer: Any, folder: Path) -> Any:
+        k, (images, _) = KINDS[kind], image_processor(folder)
+        videos = (None,) if kind in ("smolvlm", "internvl") else ()
+        module = k.processor.removesuffix("Processor").lower()
+        own = importlib.import_module(f"transformers.models.{module}.processing_{module}")
+        return getattr(own, k.processor)(images, tokenizer, *videos, **k.more)
+
+    return made
+
+
+PICTURES = [png(*size, seed) for seed, size in enumerate([(8, 8), (24, 17), (12, 30)])]
+CONVERSATIONS: list[list[list[Any]]] = [
+    [["no image: ab"]],
+    [[0]],
+    [["ab", 1, "ab"]],
+    [["ab\n", 1, "\nab"]],
+    [["ab\n\n", 2, "\n\n\nab"]],
+    [[" a", 0, " a"]],
+    [[1, 2, 0]],
+    [["\n", 0, "\n", 1, "a"], ["ab"], [2, "<row_1_col_1>", "?"]],
+]
+"""The content of each turn: texts and numbers of pictures."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_have_the_ids_that_the_processor_of_the_family_makes(kind: str, reference: Any, tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(kind)
+    config = folder_of(kind, tokenizer, tmp_path)
+    processor, family = reference(kind, tokenizer_of(kind), tmp_path), family_of(config)
+    assert family is not None
+    rows, own = [], []
+    for conversation in CONVERSATIONS:
+        seen = [PICTURES[part] for turn in conversation for part in turn if isinstance(part, int)]
+        messages = [
+            {
+                "role": ("user", "assistant")[n % 2],
+                "content": [{"type": "image"} if isinstance(p, int) else {"type": "text", "text": p} for p in turn],
+            }
+            for n, turn in enumerate(conversation)
+        ]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        images = [Image.open(io.BytesIO(content)).convert("RGB") for content in seen] or None
+        own.append(
+            np.array([*processor(images=images, text=[text], add_special_tokens=False)["input_ids"][0]], np.int64)
+        )
+        spelled = [
+            {**m, "content": "".join("<image>" if p["type"] == "image" else p["text"] for p in m["content"])}
+            for m in messages
+        ]
+        rows.append({"prompt": spelled, "ground_truth": "4", "images": seen})
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    cfg = DataConfig(cache_dir=str(tmp_path / "cache"), max_prompt_tokens=4096)
+    table = load_tasks([str(tmp_path / "rows.parquet")], tokenizer, cfg, model=tmp_path)
+    (feature,) = family.feature_ids(config)
+    for k, (row, expected) in enumerate(zip(rows, own, strict=True)):
+        task = table[k]
+        typed = "<row_1_col_1>" in str(row["prompt"]) and "<row_1_col_1>" in KINDS[kind].tokens
+        if typed:  # a text of the user is text, and no mark
+            at = int(np.flatnonzero(expected == tokenizer.convert_tokens_to_ids("<row_1_col_1>"))[-1])
+            plain = tokenizer("<")["input_ids"] + tokenizer("row_1_col_1>")["input_ids"]
+            expected = np.concatenate([expected[:at], plain, expected[at + 1 :]])
+        assert task.prompt_ids.tolist() == expected.tolist(), tokenizer.decode(task.prompt_ids)
+        places = []
+        for image, content in zip(task.images, row["images"], strict=True):
+            span = task.prompt_ids[image.start : image.start + image.tokens]
+            assert span[0] == span[-1] == feature
+            places += (image.start + np.flatnonzero(span == feature)).tolist()
+            picture = Image.open(io.BytesIO(content)).convert("RGB")
+            grid = processed(image_processor(tmp_path)[0], picture, "x", family, config).grid
+            assert (span == feature).sum() == family.features(config, grid)
+        assert places == np.flatnonzero(expected == feature).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_size_alone_gives_the_grid_of_an_image(kind: str, tmp_path: Path) -> None:
+    config = folder_of(kind, tokenizer_of(kind), tmp_path)
+    processor, (family, _) = image_processor(tmp_path)
+    for size in ((1, 1), (7, 9), (8, 8), (9, 40), (17, 24), (31, 16), (50, 49), (90, 6)):
+        if kind in ("pixtral", "mistral3") and size == (90, 6):
+            with pytest.raises(ValueError, match="scaled down to 12 pixels, it has a side without any"):
+                family.grid_of(processor, config, *size[::-1])
+            continue
+        picture = processed(processor, Image.new("RGB", size), "x", family, config)
+        assert family.grid_of(processor, config, *size[::-1]) == picture.grid, size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_marks_of_images_are_never_sampled(kind: str) -> None:
+    """Tokens that a tokenizer spells as text are not banned; one without a mark of the family is refused."""
+    tokenizer = tokenizer_of(kind)
+    config = built(kind, tokenizer).config
+    banned = tokenizer.convert_ids_to_tokens(banned_tokens(config, tokenizer))
+    assert {*banned} == {KINDS[kind].image, *KINDS[kind].tokens} and len(banned) == KINDS[kind].marks
+    family = family_of(config)
+    assert family is not None
+    if kind in ("idefics3", "smolvlm"):
+        spelled = tokenizer_of(kind, without=TILES[0])
+        config.image_token_id = spelled.convert_tokens_to_ids("<image>")
+        assert len(banned_tokens(config, spelled)) == KINDS[kind].marks - 1
+        tokens = expander(family, config, spelled).of((3, 1, 2))
+        assert "<row_1_col_1>" in spelled.decode(tokens.ids) and (tokens.ids == config.image_token_id).sum() == 12
+    for mark in family.marks:
+        with pytest.raises(Refused, match="the tokenizer has no special token .*, which a .* model reads"):
+            expander(family, config, tokenizer_of(kind, without=mark))
+
+
+def test_crops_beside_an_image_are_refused(tmp_path: Path) -> None:
+    config = folder_of("gemma3", tokenizer_of("gemma3"), tmp_path, do_pan_and_scan=True)
+    processor, (family, _) = image_processor(tmp_path)
+    with pytest.raises(ValueError, match="do_pan_and_scan of its processor adds crops"):
+        family.grid_of(processor, config, 8, 8)
+
+
+def test_every_family_of_the_table_is_here() -> None:
+    assert {*KINDS} == {kind for kind in MODELS if not kind.startswith("qwen")}
