@@ -680,9 +680,10 @@ MUTANTS = (
     Mutant("rollout/native/architecture.py", "i % 3 if i < 3 * sections[i % 3] else 0", "i % 3", SEEN),
     Mutant("nn/vision.py", "clamp(min=0)] + media.feature", "clamp(min=0)]", VISION),
     Mutant("nn/attention.py", "else q + self.ahead[..., None]", "else q", "tests/numerics/test_vision_families.py"),
-    Mutant(
-        "nn/vision.py", "every.cumsum(0) - 1, -1)", "every.cumsum(0) - 1, 0)", "tests/numerics/test_vision_families.py"
-    ),
+    Mutant("models/multimodal.py", "np.where(here, medium, -1)", "medium", "tests/numerics/test_vision_families.py"),
+    Mutant("rollout/embedded/hf_runner.py", "(language.config,", "(self._config,", "tests/e2e/test_image_rows.py"),
+    Mutant("models/families.py", 'around="\\n\\n"', 'around=""', "tests/unit/test_image_prompts.py"),
+    Mutant("models/expand.py", "if i < rows and is_mark", "if False and is_mark", "tests/unit/test_image_prompts.py"),
     Mutant("models/kept.py", "self._kept.move_to_end(name)", "pass", "tests/unit/test_pictures.py"),
     Mutant("models/image_files.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
     Mutant("nn/vision.py", "if deeper:", "if not deeper:", VISION),
