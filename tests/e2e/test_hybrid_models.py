@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import metrics_of, small_args, small_run
 from transformers import AutoModelForCausalLM
 
+from verl.config.adapter import linear_layers
 from verl.config.load import load_config
 from verl.config.model_files import describe_model
 from verl.config.model_folder import further_note
@@ -36,7 +37,7 @@ def saved(kind: str, root: Path) -> Path:
 
 def with_further_layers(folder: Path) -> dict[str, torch.Tensor]:
     """Add tensors to a folder that transformers leaves out, as published ones have them, and return them."""
-    more = {"mtp.fc.weight": torch.randn(32, 64), "mtp.norm.weight": torch.randn(32).bfloat16()}
+    more = {"mtp.layers.0.self_attn.q_proj.weight": torch.randn(32, 64), "mtp.norm.weight": torch.randn(32).bfloat16()}
     whole = folder / "model.safetensors"
     save_file(load_file(whole) | more, whole, metadata={"format": "pt"})
     return more
@@ -57,6 +58,7 @@ def test_what_is_sampled_is_what_is_trained(
     plain, further = describe_model(str(folder)), with_further_layers(folder)
     assert describe_model(str(folder)).parameters == plain.parameters
     assert str(further_note(str(folder))).startswith("model: 2 tensors mtp.*")
+    assert not [name for name in linear_layers(folder) if "mtp" in name], "they get no factors"
     done = small_run(tmp_path, folder, arithmetic_data, "checkpoint.every_steps=3", *more)
     last = metrics_of(tmp_path / "r")[3]
     assert done.steps == 3 and last["mismatch/max_abs_dlogp"] < 1e-5 and last["sync/canary_mean_abs"] < 1e-5

@@ -26,11 +26,16 @@ SIZES: dict[str, Any] = {
     **{"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 0},
 }
 _BOTH = {"layer_types": ["sliding_attention", "full_attention"]}
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention"],
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
 OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_BOTH, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 40, "global_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "lfm2_moe": {"layer_types": ["full_attention", "conv"]},
     "cohere_compass_text": _BOTH,
+    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _DELTA),
 }
 LARGE = frozenset(("blt", "dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "llama4"))
 """Models that also see or hear: what they are made of has sizes that are not among `SIZES`."""

@@ -29,7 +29,7 @@ from verl.model_engine.lora import A, B, is_factor, own_names
 from verl.model_engine.lora_spec import LoraSpec, lora_faults
 from verl.model_engine.memory import RankWork, memory
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.options import EXPERT_PLANS, Options
+from verl.model_engine.options import EXPERT_FACTORS, Options
 from verl.model_engine.passes import ReplicaWeights
 from verl.model_engine.sibling import build_sibling
 from verl.model_engine.torch_engine import build as build_engine
@@ -41,7 +41,7 @@ from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.role import RoleSpec, build_roles
 
 SPEC = LoraSpec(rank=4, alpha=8.0)
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3", "gpt2", *EXPERT_PLANS)
+FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3", "gpt2", *EXPERT_FACTORS)
 
 
 @pytest.fixture
@@ -116,10 +116,12 @@ def padded(rows):
 def test_outputs_and_gradients_are_those_of_peft(peft, family):
     """Packed with shared prompts, packed alone and padded. In float64, but for the norms of transformers and for fused
     experts."""
-    model, dtype = build(family), "float32" if family in EXPERT_PLANS else "float64"
+    model, dtype = build(family), "float32" if family in EXPERT_FACTORS else "float64"
     rows, spec = samples(), SPEC
-    if family in EXPERT_PLANS:  # a rank of 3 is multiplied expert by expert
+    if family in EXPERT_FACTORS:  # a rank of 3 is multiplied expert by expert
         spec = replace(SPEC, targets=["all-linear", "experts"], rank=3 if family == "mixtral" else 4)
+        if family == "qwen3_next":  # PEFT takes layers of the shared expert for those of experts
+            spec = replace(spec, exclude=[f"shared_expert.{name}_proj" for name in ("gate", "up", "down")])
     for mode, share in (("auto", True), ("auto", False), ("padded", False)):
         ours = trained(model, spec, attention_mode=mode, dtype=dtype)
         theirs, (ids, labels) = as_peft(peft, ours, model, spec).to(getattr(torch, dtype)), padded(rows)
@@ -138,7 +140,8 @@ def test_outputs_and_gradients_are_those_of_peft(peft, family):
         }
         assert got.keys() == expected.keys() and got, "the factors alone have gradients"
         for name, grad in expected.items():
-            torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+            atol = 4e-6 if "linear_attn" in name else 1e-6  # the norm on a delta net's output amplifies
+            torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_rank_stabilised_scale(peft):
@@ -177,7 +180,7 @@ def test_training_starts_at_the_base():
 def test_published_weights_are_the_base_with_the_product_of_the_factors(family):
     model = build(family)
     ours = trained(
-        model, replace(SPEC, targets=["all-linear", *["experts"] * (family in EXPERT_PLANS)]), dtype="float32"
+        model, replace(SPEC, targets=["all-linear", *["experts"] * (family in EXPERT_FACTORS)]), dtype="float32"
     )
     plain = engine(model, optim=None, dtype="float32")
     with torch.no_grad():
@@ -313,7 +316,7 @@ def test_the_headers_of_a_folder_have_the_layers_of_the_model(tmp_path, family):
     model.save_pretrained(tmp_path)
     for targets in (["all-linear"], ["all-linear", "experts"], [r".*1\.mlp\.experts\.down_proj"]):
         config = changed(Config(), {"model.path": str(tmp_path), "model.lora": {"rank": 4, "targets": targets}})
-        if len(targets) > 1 and family not in EXPERT_PLANS:
+        if len(targets) > 1 and family not in EXPERT_FACTORS:
             with pytest.raises(Refused, match=f"targets=experts: {type(model).__name__} has no experts with this name"):
                 trained_factors(config)
             return

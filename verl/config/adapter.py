@@ -15,6 +15,7 @@ from verl.config.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     EMBEDDING,
+    FURTHER,
     SCORE,
     TensorHeader,
     cached_model_folder,
@@ -89,6 +90,7 @@ def image_family(base: Path) -> ImageFamily | None:
 def _model_headers(base: Path) -> dict[str, TensorHeader]:
     """Return the headers of a folder's weights. Those of a model that reads images have their names in the model."""
     headers, family = read_weight_headers(base), image_family(base)
+    headers = {name: header for name, header in headers.items() if not name.startswith(FURTHER)}
     return headers if family is None else {family.in_model(name): header for name, header in headers.items()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.bounds import NonNegativeInt, Positive
 from verl.errors import Refused
-from verl.model_engine.options import EXPERT_PLANS
+from verl.model_engine.options import EXPERT_FACTORS
 
 ALL_LINEAR = "all-linear"
 LR_FACTOR = 10.0
@@ -179,7 +179,7 @@ def _no_layer(entry: str, every: Iterable[str], model: str) -> str:
         why = "embeddings and the output head, which may be one tied tensor, get no factors"
         return f"{why}; name linear layers of the decoder, or leave it out"
     if "experts" in entry:
-        kinds = ", ".join(EXPERT_PLANS)
+        kinds = ", ".join(EXPERT_FACTORS)
         return f"{model} has no experts with this name that are one tensor, as {kinds} have; leave it out"
     ends = ", ".join(sorted({name.rpartition(".")[2] for name in every}))
     return f"no linear layer of {model} has this name; they are {ends}"

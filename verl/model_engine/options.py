@@ -23,6 +23,9 @@ EXPERT_PLANS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """The model types that support parallel.expert: they have transformers' fused experts, and each was compared with one
 process."""
 
+EXPERT_FACTORS = (*EXPERT_PLANS, "qwen3_5_moe_text", "qwen3_next")
+"""The model types with experts that can have factors of LoRA."""
+
 NO_STAGES = ("gemma4_unified_text", "hrm_text", "nanochat", "nemotron", "olmoe")
 PIPELINE_PLANS = tuple(kind for kind in sorted({*TENSOR_PLANS, *EXPERT_PLANS}) if kind not in NO_STAGES)
 """The model types that parallel.pipeline can cut into stages: transformers has a plan, and each was compared with the

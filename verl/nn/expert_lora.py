@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, linear
 
-from verl.model_engine.options import EXPERT_PLANS
+from verl.model_engine.options import EXPERT_FACTORS
 from verl.parameter_set import DOWN, GATE_UP
 
 ReadFactors = Callable[[str], tuple[Tensor, Tensor] | None]
@@ -71,7 +71,7 @@ def _can_group(weights: Tensor) -> bool:
 
 def experts_of(model: nn.Module) -> list[str]:
     """Return the names of the tensors of experts that can have factors."""
-    if model.config.get_text_config().model_type not in EXPERT_PLANS:  # type: ignore[union-attr, operator]
+    if model.config.get_text_config().model_type not in EXPERT_FACTORS:  # type: ignore[union-attr, operator]
         return []
     found = (name for name, module in model.named_modules() if {GATE_UP, DOWN} <= module._parameters.keys())
     return [f"{name}.{tensor}" for name in found for tensor in (GATE_UP, DOWN)]
