@@ -21,7 +21,7 @@ from vision import png
 from vision_families import KINDS as MODELS
 
 from verl.config.schema import DataConfig
-from verl.data.source import load_tasks
+from verl.data.source import load_conversations, load_tasks
 from verl.errors import Refused
 from verl.models.expand import banned_tokens, expander
 from verl.models.families import family_of
@@ -111,6 +111,36 @@ def test_prompts_have_the_ids_that_the_processor_of_the_family_makes(kind: str, 
             grid = processed(image_processor(tmp_path)[0], picture, "x", family, config).grid
             assert (span == feature).sum() == family.features(config, grid)
         assert places == np.flatnonzero(expected == feature).tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations_that_are_trained_have_these_ids_too(kind: str, reference: Any, tmp_path: Path) -> None:
+    """Marks and line ends are context; the loss mask is that of the answers' text."""
+    tokenizer = tokenizer_of(kind)
+    config = folder_of(kind, tokenizer, tmp_path)
+    turns = [("user", "ab\n", 1, "\n\nab"), ("assistant", "is ab"), ("user", 0, "\n", 2), ("assistant", "ab")]
+    parts = [
+        {
+            "role": role,
+            "content": [{"type": "image"} if isinstance(p, int) else {"type": "text", "text": p} for p in content],
+        }
+        for role, *content in turns
+    ]
+    seen = [PICTURES[1], PICTURES[0], PICTURES[2]]
+    text = tokenizer.apply_chat_template(parts, tokenize=False)
+    images = [Image.open(io.BytesIO(content)).convert("RGB") for content in seen]
+    processor = reference(kind, tokenizer_of(kind), tmp_path)
+    own = [*processor(images=images, text=[text], add_special_tokens=False)["input_ids"][0]]
+    spelled = [
+        {"role": role, "content": "".join("<image>" if isinstance(p, int) else p for p in content)}
+        for role, *content in turns
+    ]
+    pq.write_table(pa.Table.from_pylist([{"messages": spelled, "images": seen}]), tmp_path / "rows.parquet")
+    cfg = DataConfig(cache_dir=str(tmp_path / "cache"), max_tokens_per_row=4096)
+    row = load_conversations([str(tmp_path / "rows.parquet")], tokenizer, cfg, model=tmp_path)[0]
+    assert row.ids.tolist() == own[: len(row.ids)] and tokenizer.decode(own[len(row.ids) :]) in ("", "\n")
+    assert tokenizer.decode(row.ids[row.mask]).replace(" ", "") == "isab<|end|>ab<|end|>"
+    assert config.image_token_id not in row.ids[row.mask]
 
 
 @pytest.mark.parametrize("kind", KINDS)
