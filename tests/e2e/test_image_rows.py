@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -18,9 +21,12 @@ from vision import END, IMAGE, KINDS, chat_folder, png
 from vision_families import model as model_of_family
 
 from verl.driver import assemble
+from verl.driver.reporter import Reporter
+from verl.driver.rollouts import RolloutManager
 from verl.errors import Refused
 from verl.models.families import family_of
 from verl.rollout.embedded.features import EncodedImages
+from verl.track.events import read_events
 from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
 from verl.transfer_queue.memory import MemoryQueue
@@ -76,6 +82,62 @@ def test_rows_with_images_train_and_each_image_is_encoded_once(
         assert len({row.group_id for row in rows}) == 4 and all(IMAGE in row.prompt_ids for row in rows)
     assert sorted(encoded) == sorted(name for name in {*encoded} for _ in range(3)), "once for each of three versions"
     assert len({*encoded}) == 4 and all(len(store) == 0 for store in stores), "nothing is kept after the run"
+
+
+def test_a_file_that_is_lost_makes_the_attempts_of_its_row_invalid_and_the_run_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names, real = [f"{k}.png" for k in range(8)], RolloutManager.on_published
+    for k, name in enumerate(names):
+        (tmp_path / name).write_bytes(png(*SIZES[k % 4], k))
+
+    def then_lost(self: RolloutManager, version: int) -> None:
+        if version == 1:
+            (tmp_path / "5.png").unlink()
+        real(self, version)
+
+    monkeypatch.setattr(RolloutManager, "on_published", then_lost)
+    given = ("run.total_steps=4", "data.shuffle=false")
+    assert run(tmp_path, folder, written(tmp_path / "rows.parquet", names), *given).steps == 4
+    scored = [e for e in read_events(tmp_path / "r") if e.kind == "scored"]
+    lost = [e.data for e in scored if {*e.data["outcomes"]} != {"ok"}]
+    assert [(e["group_id"], {*e["outcomes"]}) for e in lost] == [("g00000005", {"invalid"}), ("g00000013", {"invalid"})]
+    line = f"media: {tmp_path / '5.png'}: No such file or directory"
+    assert all({*e["errors"]} == {line} and {*e["rewards"]} == {None} for e in lost)
+    for step, invalid in ((1, 0), (2, 1), (3, 0), (4, 1)):
+        assert metrics_of(tmp_path / "r")[step]["groups/invalid"] == invalid
+        rows = read_samples(tmp_path / "r", step)
+        assert len({row.group_id for row in rows}) == 4 and not {row.group_id for row in rows} & {"g00000005"}
+
+
+@pytest.mark.slow
+def test_the_memory_of_a_run_does_not_grow_with_the_images_of_its_steps(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images of 1 MB a step, each another one; the process contains the engines too."""
+    steps, traced, resident = 80, list[int](), list[int]()
+    names, real = [f"{k}.png" for k in range(2 * steps)], Reporter.log
+    for k, name in enumerate(names):
+        (tmp_path / name).write_bytes(png(*SIZES[k % 4], k) + bytes(1 << 20))
+
+    def measure(self: Reporter, *given: Any, **more: Any) -> Any:
+        gc.collect()
+        traced.append(tracemalloc.get_traced_memory()[0])
+        resident.append(psutil.Process().memory_info().rss)
+        return real(self, *given, **more)
+
+    monkeypatch.setattr(Reporter, "log", measure)
+    given = ("step.prompts_per_step=2", "step.samples_per_prompt=2", "rollout.max_response_tokens=2")
+    data = written(tmp_path / "rows.parquet", names)
+    tracemalloc.start()
+    try:
+        run(tmp_path, folder, data, f"run.total_steps={steps}", *given)
+    finally:
+        tracemalloc.stop()
+    assert len(resident) == steps
+    for sizes, most in ((traced, 20 << 10), (resident, 500 << 10)):  # that of a process is uneven by some MB
+        least = [min(sizes[first : first + 20]) for first in (19, 59)]  # without the images that are read just then
+        assert (least[1] - least[0]) / 40 < most, sizes
 
 
 def test_a_queue_without_a_store_of_images_is_refused_before_a_model_is_loaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import io
 import os
 import re
 from pathlib import Path
@@ -16,6 +17,7 @@ from PIL import Image
 from vision import END, IMAGE, START, chat_folder, encoded, image_tokenizer, png
 
 from verl.config.schema import DataConfig
+from verl.data import images
 from verl.data.source import TaskTable, load_tasks
 from verl.errors import Refused
 
@@ -152,6 +154,33 @@ def test_the_tokens_of_images_count_in_the_filter_and_prompts_are_not_cut(load: 
 def test_identical_images_in_other_folders_are_the_same_task(load: Any, tmp_path: Path) -> None:
     ids = [load(row("<image>", images=[CAT]), cache_dir=str(tmp_path / name))[0].task_id for name in ("a", "b")]
     assert ids[0] == ids[1] != load(row("<image>", images=[DOG]))[0].task_id
+
+
+def test_rows_are_read_by_the_headers_of_their_images(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 200 files of 1 MB at most 64 KiB each are read, once, and no pixels; a table from the cache reads none."""
+    big = CAT + bytes(1 << 20)
+    for k in range(200):
+        (tmp_path / f"{k}.png").write_bytes(big)
+    read = list[int]()
+
+    class Counted(io.FileIO):
+        def readinto(self, into: Any) -> int | None:
+            read[-1] += (found := super().readinto(into) or 0)
+            return found
+
+    def counting(path: Path, where: str) -> Any:
+        read.append(0)
+        return io.BufferedReader(Counted(path))
+
+    monkeypatch.setattr(images, "_opened", counting)
+    monkeypatch.setattr(images, "decoded_image", lambda *given: pytest.fail("pixels are read"))
+    rows = [row("<image>a", images=[f"{k}.png"]) for k in range(200)]
+    table = load(*rows)
+    assert len(table) == len(read) == 200 and 0 < min(read) <= max(read) <= 1 << 16
+    assert all(image.num_bytes > 1 << 20 for image in table[7].images)
+    assert load(*rows).report.from_cache and len(read) == 200
 
 
 def test_a_file_that_changes_is_read_again(load: Any, tmp_path: Path) -> None:
