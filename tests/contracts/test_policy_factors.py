@@ -249,6 +249,23 @@ def test_a_request_goes_on_under_later_factors_and_marks_its_versions(kind):
     run(test)
 
 
+def test_a_base_that_was_written_is_another_one():
+    """Its identity is computed again, though only some versions do so for a base that nothing has written."""
+
+    async def test():
+        world = FactorsWorld()
+        replica = world.rollout()
+        for version in range(3):
+            await world.publish([replica], version)
+        with torch.no_grad():
+            world.engine.model.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.01)
+        with pytest.raises(SyncError, match="belongs to the weights .*, and the engine has"):
+            await world.publish([replica], 3)
+        await replica.close()
+
+    run(test)
+
+
 class Changed(Replica):
     """A replica that is handed other factors than were sent, by `change` of the reader."""
 

@@ -196,6 +196,34 @@ def test_a_set_never_reads_the_prompts_of_another_set_or_version(way: str) -> No
     assert_exact(again, module, sets, [prompt])
 
 
+def test_a_later_version_of_a_set_is_written_over_the_one_before_if_it_is_like_it() -> None:
+    """Every panel of it; one of another scale or with other targets gets memory of its own."""
+    config, prompt = CONFIGS["qwen3"], PROMPTS[1]
+    module = reference(config)
+    core, ends = engine(config, module), ("q_proj", "v_proj", "up_proj")
+    versions = [
+        lora(module, "some", 3, 0.7, *ends, seed=2),
+        lora(module, "some", 3, 0.7, *ends, seed=9),
+        lora(module, "some", 3, 1.4, *ends, seed=9),
+        lora(module, "some", 3, 1.4, "k_proj", seed=9),
+        lora(module, "some", 3, 1.4, *ends, seed=4),
+    ]
+
+    def memory() -> list[int]:
+        _, live = core.runner._sets._live["some"]  # type: ignore[attr-defined]
+        return [one.memory.data_ptr() for made in live.products.values() for one in (made.a, *made.blocks) if one]
+
+    places = list[list[int]]()
+    for number, version in enumerate(versions):
+        given = version[0], {name: tensor.clone() for name, tensor in version[1].items()}
+        add(core, {"some": given}, number)
+        for tensor in given[1].values():
+            tensor.fill_(7.0)  # the trainer's own go on
+        places.append(memory())
+        assert_exact(finish(core, asked(("some",), [prompt])), module, {"some": version}, [prompt])
+    assert places[0] == places[1] and all(a != b for a, b in zip(places[1:], places[2:]))
+
+
 @pytest.mark.parametrize("way", ["compiled", "pages", "mixed steps"])
 def test_a_prompt_in_progress_starts_again_with_a_new_version_of_its_set(way: str) -> None:
     config, prompt = CONFIGS["qwen3"], np.random.default_rng(7).integers(0, 67, 150)

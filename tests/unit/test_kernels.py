@@ -13,6 +13,7 @@ from rollouts import draws_of
 from verl.accel.cpu import kernels as module
 from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.rollout.embedded.sampler import sample
+from verl.weight_sync.record import some_values
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
@@ -194,3 +195,17 @@ def test_panels_hold_the_rows_bit_for_bit(rows, depth, threads):
     assert panels.shape[1:] == (depth, found.panel_width)
     unpacked = panels.transpose(1, 2).reshape(-1, depth)
     assert torch.equal(unpacked[:rows].view(torch.int32), weight.view(torch.int32)) and not unpacked[rows:].any()
+
+
+def test_a_scan_has_the_extremes_and_the_values_that_torch_has(kernels):
+    for size in (1, 5, 15, 16, 17, 255, 257, 511, 513, 1003):
+        for bad in (0.0, float("nan"), -float("nan"), float("inf"), -float("inf")):
+            for at in {0, size // 2, size - 1}:
+                x = torch.randn(size).to(kernels.dtype)
+                x[at] = bad
+                ends, values = kernels.scan(x, 64)
+                expected = torch.stack(x.aminmax()).double()
+                torch.testing.assert_close(ends, expected, rtol=0, atol=0, equal_nan=True)
+                torch.testing.assert_close(values, some_values(x, 64), rtol=0, atol=0, equal_nan=True)
+                _, again = kernels.scan(x, 64, ends=False)
+                torch.testing.assert_close(again, values, rtol=0, atol=0, equal_nan=True)

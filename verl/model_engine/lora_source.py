@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Literal
 
 import numpy as np
 from torch import Tensor
 
 from verl.batch import Batch
 from verl.model_engine.base import WeightPart, whole_part
+from verl.model_engine.local_model import LocalModel
 from verl.model_engine.lora import is_factor
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.lora import low_ranks, with_low_ranks
@@ -47,16 +49,29 @@ class LoraSource:
         return with_low_ranks(self._engine.model, self._layers, self.parameters.scale)
 
 
+def lasts(engine: TorchEngine) -> bool:
+    """Return True if the tensors of a model are the same objects in every version: they are neither gathered from ranks
+    nor moved."""
+    return type(engine.local) is LocalModel and not engine.offload.moves("weights")
+
+
 class FrozenBase:
     """The weights under the LoRA factors of an engine's model."""
 
+    frozen: Literal[True] = True
+
     def __init__(self, engine: TorchEngine) -> None:
         self._engine = engine
+        self._masters: Mapping[str, Tensor] | None = None
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
         """The frozen weights by the engine's own names; in a sharded engine the parts of this rank."""
-        return {name: p for name, p in self._engine.masters.items() if not is_factor(name)}
+        if self._masters is not None:
+            return self._masters
+        found = {name: p for name, p in self._engine.masters.items() if not is_factor(name)}
+        self._masters = found if lasts(self._engine) else None
+        return found
 
 
 class PolicyFactors:
@@ -70,6 +85,7 @@ class PolicyFactors:
         self.parameters = engine.local.lora.of_policy
         factors = (name for module in self.parameters.targets for name in self.parameters.factors(module))
         self._factors = frozenset(factors)
+        self._kept: tuple[dict[str, Tensor], list[tuple[str, Tensor | None]]] | None = None  # masters, and as exported
 
     def never_changes(self, name: str) -> bool:
         """Return True for a tensor of the base that stays where it is: no step changes it, and it is not offloaded."""
@@ -81,8 +97,10 @@ class PolicyFactors:
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        every = self._engine.masters
-        return every if self._with_base else {name: p for name, p in every.items() if is_factor(name)}
+        if self._with_base or not lasts(self._engine):
+            every = self._engine.masters
+            return every if self._with_base else {name: p for name, p in every.items() if is_factor(name)}
+        return {name: p.detach() for name, p in self._lasting[0].items()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         local = self._engine.local
@@ -96,7 +114,15 @@ class PolicyFactors:
         local = self._engine.local
         if self._with_base:
             yield from local.coded_weights() if self._codes else local.named_weights()
-        yield from local.exported()
+        yield from self._lasting[1] if lasts(self._engine) else local.exported()
+
+    @property
+    def _lasting(self) -> tuple[dict[str, Tensor], list[tuple[str, Tensor | None]]]:
+        """The factors by the engine's own names, and by PEFT's, which are looked for once."""
+        if self._kept is None:
+            named = self._engine.local.trained().named_parameters()
+            self._kept = {n: p for n, p in named if is_factor(n)}, list(self._engine.local.exported())
+        return self._kept
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
         return self._engine.infer(batch, columns, average)

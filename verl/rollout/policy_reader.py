@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -10,12 +11,20 @@ from verl.parameter_set import OfSet, set_of
 from verl.rollout.base import WeightReader, lasting_of
 
 
+@runtime_checkable
+class Stays(Protocol):
+    """A reader of tensors that stay as they are until the version is live everywhere."""
+
+    @property
+    def stays(self) -> bool: ...
+
+
 class PolicyReader:
     """The weights of a publish without the LoRA factors of the policy, which are kept aside (`WeightReader`)."""
 
     def __init__(self, source: WeightReader) -> None:
         self._source, self.parameters = source, set_of(source)
-        self.version = source.version
+        self.version, self._stays = source.version, isinstance(source, Stays) and source.stays
         self.identity = source.identity if isinstance(source, OfSet) else ""
         self.names = frozenset(n for module in self.parameters.targets for n in self.parameters.factors(module))
         self.factors: dict[str, Tensor] = {}
@@ -38,7 +47,7 @@ class PolicyReader:
         for name, tensor in self._source.tensors():
             if name in self.names:
                 assert isinstance(tensor, Tensor)
-                self.factors[name] = tensor.detach().clone()
+                self.factors[name] = tensor.detach() if self._stays else tensor.detach().clone()
             else:
                 yield name, tensor
 

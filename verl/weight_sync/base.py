@@ -30,6 +30,9 @@ class SyncError(RuntimeError):
     """A publish did not deliver the weights that the trainer has: names, bytes or log-probs differ."""
 
 
+IN_PROCESS = "verl.weight_sync.local:open_weights"
+"""The transport inside one process. Its tensors stay as they are until the version is released, so that a reader need
+not copy them before it uses them."""
 Proof = int | tuple[int, ...] | None
 """A checksum of a tensor or those of its slices; None: it is not checked."""
 OVERTAKEN = "changed between its manifest and its delivery; an optimizer step overtook the publish"
@@ -67,6 +70,10 @@ class Entry:
     def proof(self) -> Proof:
         """The checksum of the tensor, or those of its slices. None: this version does not check it."""
         return self.checksum if not self.slices else tuple(one.checksum for one in self.slices)
+
+    def describes(self, other: Entry) -> bool:
+        """Return True if both are of tensors of one shape and dtype."""
+        return self.shape == other.shape and self.dtype == other.dtype and self.tied_to == other.tied_to
 
     def difference(self, name: str, tensor: Tensor) -> str:
         """Return an error text if the bytes of a tensor are not those that were staged, else ""."""
@@ -422,6 +429,10 @@ class CheckedReader:
     @property
     def identity(self) -> str:
         return self.source.identity
+
+    @property
+    def stays(self) -> bool:
+        return self.source.transport == IN_PROCESS
 
     @property
     def lasting(self) -> dict[str, bool]:

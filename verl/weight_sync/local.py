@@ -18,6 +18,7 @@ from torch import Tensor
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.base import (
+    IN_PROCESS,
     CheckedReader,
     Entry,
     Outlet,
@@ -42,7 +43,7 @@ RELEASE_S = 60.0  # for the trainer's workers to release a version
 class LocalOutlet:
     """The `Outlet` of one process: the tensors are not moved, and their address is a handle of this process."""
 
-    transport = "verl.weight_sync.local:open_weights"
+    transport = IN_PROCESS
     in_place: Literal[True] = True
 
     def __init__(self) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from verl.accel.cpu.kernels import Kernels, load_kernels
 from verl.model_engine.base import WeightPart
 from verl.nn.fp8 import VALUES
 from verl.weight_sync.base import Entry, dtype_name
@@ -17,6 +17,7 @@ from verl.weight_sync.crc import PendingChecksum, read_checksums, start_checksum
 from verl.weight_sync.wire_format import wire_shapes
 from verl.wire import WireFormat
 
+SCANNED = (torch.float32, torch.bfloat16)  # the dtypes of tensors that a compiled kernel reads
 SAMPLED_VALUES = 256  # per tensor, evenly spread: enough to separate "did not move" from "was not delivered"
 
 
@@ -35,6 +36,8 @@ class VersionRecord:
     one is NaN."""
     checksums: dict[str, int | PendingChecksum] = field(default_factory=dict)
     """The checksums that the manifest gets in `finish`."""
+    places: dict[int, str] = field(default_factory=dict)
+    """The names of the tensors that were recorded in the engine's own memory, by its address."""
     num_bytes: int = 0
     gathered_s: float = 0.0
     """The time that the engine took to deliver the tensors."""
@@ -44,17 +47,19 @@ class VersionRecord:
         self.manifest[name] = entry_of(tensor)
         if check:
             self.checksums[name] = start_checksum(tensor)
-        self.values[name] = some_values(tensor)
-        self._note_size(name, tensor)
+        self._note_values(name, tensor, SAMPLED_VALUES)
 
     def note_slice(self, name: str, tensor: Tensor, count: int) -> None:
         """Record the slice of a tensor that this rank delivers, by up to `count` of its values. Its manifest is made of
         the slices of all ranks."""
-        self.values[name] = some_values(tensor, count)
-        self._note_size(name, tensor)
+        self._note_values(name, tensor, count)
 
-    def _note_size(self, name: str, tensor: Tensor) -> None:
+    def _note_values(self, name: str, tensor: Tensor, count: int) -> None:
         self.num_bytes += tensor.nbytes
+        if (kernels := scanner_of(tensor)) is not None:
+            self.extremes[name], self.values[name] = kernels.scan(tensor, count)
+            return
+        self.values[name] = some_values(tensor, count)
         if tensor.is_floating_point() and tensor.numel() and tensor.dtype != VALUES:  # NaN is in its scales
             self.extremes[name] = torch.stack(tensor.aminmax()).double()
 
@@ -100,13 +105,26 @@ class VersionRecord:
     @property
     def not_finite(self) -> list[str]:
         """The names of tensors with NaN or infinity."""
-        return [name for name in self.manifest if name in self.extremes and not self.extremes[name].isfinite().all()]
+        names = [name for name in self.manifest if name in self.extremes]
+        sound = self._ends(names).isfinite().all(1).tolist()
+        return [name for name, one in zip(names, sound, strict=True) if not one]
 
     @property
     def largest(self) -> float:
         """The largest magnitude over the tensors without NaN or infinity; 0 if there are none."""
-        found = (float(ends.abs().max()) for ends in self.extremes.values())
-        return max((value for value in found if math.isfinite(value)), default=0.0)
+        found = self._ends(list(self.extremes)).abs().amax(1)  # NaN stays
+        return float(torch.where(found.isfinite(), found, 0.0).max()) if len(found) else 0.0
+
+    def _ends(self, names: list[str]) -> Tensor:
+        """Return the least and the largest value of these tensors [n, 2]."""
+        return torch.stack([self.extremes[name] for name in names]) if names else torch.zeros(0, 2)
+
+    def sampled(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return some values of tensors, as `values` has them, for those that were recorded where they are from
+        there."""
+        found = {name: self.values.get(self.places.get(tensor.data_ptr(), "")) for name, tensor in tensors.items()}
+        rest = {name: tensors[name] for name, values in found.items() if values is None}
+        return {name: values for name, values in found.items() if values is not None} | sampled_values(rest)
 
 
 def entry_of(tensor: Tensor) -> Entry:
@@ -118,6 +136,25 @@ def entries_of_part(part: WeightPart, form: WireFormat) -> dict[str, Entry]:
     """Return the entries of a whole tensor in the format in which it is sent, without checksums, by name."""
     found = wire_shapes(form, part.name, part.shape, part.dtype)
     return {name: Entry(shape, str(dtype).removeprefix("torch.")) for name, (shape, dtype) in found.items()}
+
+
+def scanner_of(tensor: Tensor) -> Kernels | None:
+    """Return the compiled kernels if they read such a tensor, which is in host memory; None: torch reads it."""
+    if tensor.device.type != "cpu" or tensor.dtype not in SCANNED or not tensor.numel() or not tensor.is_contiguous():
+        return None
+    found = load_kernels(torch.float32)
+    return None if isinstance(found, str) else found
+
+
+def host_values(tensor: Tensor) -> Tensor:
+    """Return what `some_values` returns, by a compiled kernel if there is one."""
+    kernels = scanner_of(tensor)
+    return some_values(tensor) if kernels is None else kernels.scan(tensor, SAMPLED_VALUES, ends=False)[1]
+
+
+def sampled_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return up to `SAMPLED_VALUES` values of each tensor, float64, on the host."""
+    return on_host({name: host_values(tensor) for name, tensor in tensors.items()})
 
 
 def some_values(tensor: Tensor, count: int = SAMPLED_VALUES) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from verl.weight_sync.base import (
 )
 from verl.weight_sync.canary import Probed, no_model
 from verl.weight_sync.meeting import by_all
-from verl.weight_sync.record import VersionRecord, entries_of_part, on_host, some_values, weights_identity
+from verl.weight_sync.record import VersionRecord, entries_of_part, sampled_values, weights_identity
 from verl.weight_sync.slices import SlicesOutlet
 from verl.weight_sync.together import Stage, staging
 from verl.weight_sync.wire_format import wire_tensors
@@ -49,6 +49,13 @@ class HasMasters(Protocol):
     def masters(self) -> Mapping[str, Tensor]:
         """The tensors by their own names; in a sharded engine the parts of this rank."""
         ...
+
+
+@runtime_checkable
+class Frozen(HasMasters, Protocol):
+    """Weights under a LoRA set that no step writes but for those that are trained whole."""
+
+    frozen: Literal[True]
 
 
 @runtime_checkable
@@ -91,6 +98,8 @@ class WeightSender:
         self._decided = False  # by the first version
         self._announced: WireFormat | None = None  # the format that a stream is laid out for
         self._source: WeightSource | None = None  # the version that was staged last
+        self._shapes: tuple[WireFormat, dict[str, Entry]] | None = None  # of the last format
+        self._base_state, self._base_identity = list[tuple[int, int]](), ""  # of frozen weights under a LoRA set
 
     def for_set(self, outlet: Outlet, parameters: ParameterSet, base: Publishes) -> WeightSender:
         """Return a sender of a LoRA set on top of this sender's full set. outlet: an outlet of its own. Raise Refused
@@ -219,29 +228,39 @@ class WeightSender:
     ) -> Sent:
         """Check a staged version on the trainer's side and return its receipt."""
         manifest = record.manifest
-        assert {n: replace(e, checksum=None, slices=()) for n, e in manifest.items()} == self._shapes_of(
-            engine, form
-        ), "the engine delivers other tensors"
-        for name, entry in manifest.items():
-            manifest[name] = replace(entry, lasting=self._lasts(name))
+        shapes = self._shapes_of(engine, form)
+        same = manifest.keys() == shapes.keys() and all(e.describes(shapes[n]) for n, e in manifest.items())
+        assert same, "the engine delivers other tensors"
+        manifest |= {name: replace(manifest[name], lasting=True) for name in filter(self._lasts, shapes)}
         for name, owner in engine.tied.items():
             manifest[name] = replace(manifest[owner], checksum=None, slices=(), tied_to=owner)
         probe = self._probed(engine, version, probes)
         self._refuse_diverged(version, record, probe)
-        masters = sampled_values(engine.masters)
+        masters = record.sampled(engine.masters)
         changed, alarms = self._compare(version, record, masters)
         self._sent += 1
         parameters, identity = self._parameters, ""
         if self._base is None:
             identity = weights_identity(masters)
         else:
-            parameters = replace(parameters, base=weights_identity(sampled_values(self._base.masters)))
+            parameters = replace(parameters, base=self._identity_of(self._base))
             identity = parameters.base or "" if self._with_base else ""
         source = WeightSource(
             version, self._outlet.transport, address, manifest, parameters=parameters, identity=identity
         )
         self._source = source
         return Sent(source, probe, record.num_bytes, changed, alarms, seconds)
+
+    def _identity_of(self, base: HasMasters) -> str:
+        """Return the identity of the weights under a LoRA set. That of frozen ones is computed again if one was
+        written, and in every `CHECKED_SHARE`-th version."""
+        masters = base.masters
+        if not isinstance(base, Frozen):
+            return weights_identity(sampled_values(masters))
+        state = [(tensor.data_ptr(), tensor._version) for tensor in masters.values()]
+        if state != self._base_state or self._sent % CHECKED_SHARE == 0:
+            self._base_state, self._base_identity = state, weights_identity(sampled_values(masters))
+        return self._base_identity
 
     def _tensors(
         self, gathered: Iterator[tuple[str, Tensor]], form: WireFormat, record: VersionRecord, *, copy: bool
@@ -254,6 +273,8 @@ class WeightSender:
                 own = made.data_ptr() == tensor.data_ptr()
                 kept = made.clone() if copy and own and not self._lasts(name) else made
                 record.note(sent, kept, check=self._checks(number))
+                if own:
+                    record.places[tensor.data_ptr()] = sent
                 yield sent, kept
             began = time.perf_counter()
         record.gathered_s += time.perf_counter() - began
@@ -284,7 +305,10 @@ class WeightSender:
         if form.fp8 and not any(in_blocks(part.name, part.shape) for part in self._parts):
             why = "no tensor of this model is called a projection (NAME_proj), which are the ones that are quantised"
             raise Refused(f"rollout.dtype=fp8: {why}; set rollout.dtype=bfloat16")
-        return {name: entry for part in self._parts for name, entry in entries_of_part(part, form).items()}
+        if self._shapes is None or self._shapes[0] != form:
+            found = (entries_of_part(part, form) for part in self._parts)
+            self._shapes = form, {name: entry for entries in found for name, entry in entries.items()}
+        return self._shapes[1]
 
     def _probed(self, engine: Publishes, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
         """Return the trainer's side of the canary. The model's own pass is expensive, and the difference that rounding
@@ -344,11 +368,6 @@ def _take_part(gathered: Iterator[tuple[str, Tensor]]) -> None:
     """Take part in the gathering of the tensors, which another rank sends."""
     for _ in gathered:
         pass
-
-
-def sampled_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return up to `SAMPLED_VALUES` values of each tensor, float64, on the host."""
-    return on_host({name: some_values(tensor) for name, tensor in tensors.items()})
 
 
 def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:

@@ -332,6 +332,7 @@ static void product_float32(
 
 #include "nf4.c"
 #include "crc.c"
+#include "scan.c"
 #include "delta.c"
 #include "tiles.c"
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
-INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c", "delta.c", "tiles.c"))
+INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c", "scan.c", "delta.c", "tiles.c"))
 TILE, BLOCK, PARTS = 64, 256, 3  # as in kernels.c
 DEEP = 32  # as in tiles.c
 COMPILE_TIMEOUT_S = 120.0
@@ -113,6 +113,7 @@ FLOAT32 = {
     "large_pages": (Address, c_long),
     "delta_step": (*(Address,) * 9, *(c_long,) * 6, c_float, c_long),
     "fold_crc": (Address, c_long, Address),
+    "scan": (Address, *(c_long,) * 4, Address),
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
     "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
@@ -172,6 +173,17 @@ class Kernels:
         if whole:
             self.functions["fold_crc"](np.frombuffer(view, np.uint8), whole, state)
         return zlib.crc32(view[whole:], int(state[0]))
+
+    def scan(self, tensor: Tensor, count: int, *, ends: bool = True) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest value [2] of a float32 or bfloat16 tensor that is not empty, both NaN if one
+        of its values is, and up to `count` of its values, evenly spread; all float64. It is read once. ends: read it
+        whole, for the first two."""
+        assert tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.bfloat16)
+        step = max(1, tensor.numel() // count)
+        found = torch.empty(2 + min(count, -(-tensor.numel() // step)), dtype=torch.float64)
+        half = tensor.dtype == torch.bfloat16
+        self.functions["scan"](tensor, tensor.numel() if ends else 0, step, len(found) - 2, half, found)
+        return found[:2], found[2:]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [n, width], which may be float32, normed by its root mean square and multiplied by weight [width]

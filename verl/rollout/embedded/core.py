@@ -92,7 +92,8 @@ class TakesSets(Protocol):
     """A set may have factors of experts."""
 
     def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
-        """Compute with these factors for requests of the set from now on, in place of an earlier version of it."""
+        """Compute with these factors for requests of the set from now on, in place of an earlier version of it. The
+        tensors are valid during this call: they may be the trainer's own."""
         ...
 
     def drop_set(self, name: str) -> None:

@@ -116,7 +116,7 @@ class HfRunner:
 
     def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
         assert self._module is not None
-        here = {name: tensor.to(self._device, self._dtype) for name, tensor in tensors.items()}
+        here = {name: tensor.to(self._device, self._dtype, copy=True) for name, tensor in tensors.items()}
         self._sets[parameters.id] = parameters, low_ranks(parameters, here, self._module)
 
     def drop_set(self, name: str) -> None:

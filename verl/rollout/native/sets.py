@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -122,9 +122,9 @@ class Fused:
 class Factors:
     """The factors of a set in one product, in the layout in which they are multiplied."""
 
-    a: Linear
-    """A of each of its projections, one below the other."""
-    blocks: tuple[Linear | None, ...]
+    a: Any
+    """A of each of its projections, one below the other: a `Linear`, a `FilledLinear` where the layout is filled."""
+    blocks: tuple[Any, ...]
     """B of each projection, in the order of rows of the fused weights; None for one without factors."""
     sizes: tuple[int, ...]
     """The outputs of each projection."""
@@ -156,23 +156,31 @@ def fused_factors(one: Projections, factors: Mapping[str, LowRank], half: int) -
     return Fused(a, tuple(blocks), tuple(rows for _, rows in one.parts))
 
 
-def packed_factors(one: Projections, factors: Mapping[str, LowRank], half: int, products: Products) -> Factors | None:
-    """Return what `fused_factors` returns, in a layout that is filled: each factor is copied once."""
+def empty_factors(one: Projections, factors: Mapping[str, LowRank], products: Products) -> Factors | None:
+    """Return what `fused_factors` returns, in a layout that `fill_factors` fills. Rows of A of projections without
+    factors are 0."""
     mine = [factors.get(name) for name, _ in one.parts]
     some = next((low for low in mine if low is not None), None)
     if some is None:
         return None
-    rank, blocks = len(some.a), list[Linear | None]()
+    rank = len(some.a)
     a = products.empty(len(mine) * rank, one.width)
     for i, low in enumerate(mine):
-        a.fill(torch.zeros_like(some.a) if low is None else low.a.contiguous(), first=i * rank)
-        block = None if low is None else products.empty(*low.b.shape)
-        if block is not None and low is not None:
+        if low is None:
+            a.fill(torch.zeros_like(some.a), first=i * rank)
+    blocks = tuple(None if low is None else products.empty(*low.b.shape) for low in mine)
+    return Factors(a, blocks, tuple(rows for _, rows in one.parts))
+
+
+def fill_factors(one: Projections, factors: Mapping[str, LowRank], half: int, made: Factors) -> None:
+    """Write the factors by module into `made`, over those of an earlier version. Each is copied once."""
+    for i, ((name, _), block) in enumerate(zip(one.parts, made.blocks, strict=True)):
+        if block is not None:
+            low = factors[name]
+            made.a.fill(low.a.contiguous(), first=i * len(low.a))
             order = one.order(i)
             b = low.b.contiguous() if order is None else low.b.index_select(0, order)
             block.fill(b, pairs=half if i < one.rotated else 0)
-        blocks.append(block)
-    return Factors(a, tuple(blocks), tuple(rows for _, rows in one.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +194,8 @@ class LoraSet:
     """The products with A and B, for each expert those of its own."""
     joined: object
     """The factors as the function of all layers reads them; None if there is no such function."""
+    layers: Layers | None
+    """That function."""
 
     def times(self, key: str, x: Tensor) -> Tensor:
         """Return B (A x * scale) [n, out] for x [n, in]."""
@@ -346,13 +356,24 @@ class LiveSets:
             )
         low = fitted(parameters, tensors, partial(self._size_of, parameters))
         here = {name: LowRank(self._kept(one.a), self._kept(one.b)) for name, one in low.items()}
+        known = self._live.get(parameters.id)
+        if known is not None and self._overwrites(known[1], parameters, joined):
+            for key, made in known[1].products.items():
+                fill_factors(self._parts[key], here, self._half, made)
+            self._live[parameters.id] = known[0], replace(known[1], parameters=parameters)
+            return False
         fused, products = self._products_of(here)
         read = None if joined is None else joined.low_ranks(self._by_layer(parameters, products))
-        one = LoraSet(parameters, fused, products, read)
-        known = self._live.get(parameters.id)
+        one = LoraSet(parameters, fused, products, read, joined)
         number = self._free() if known is None else known[0]
         self._live[parameters.id] = number, one
         return self._stacks and self._stack(number, one)
+
+    def _overwrites(self, live: LoraSet, parameters: ParameterSet, layers: Layers | None) -> bool:
+        """Return True if a version of a live set can be written over the one before: no step runs meanwhile, and it has
+        the same layout."""
+        same = replace(live.parameters, base=parameters.base) == parameters and live.layers is layers
+        return same and self._products.fills and not self._stacks and not parameters.experts
 
     def drop(self, name: str) -> None:
         """Forget a set."""
@@ -394,8 +415,11 @@ class LiveSets:
         """Return the factors by product: those that are stacked too, and all in the layout of the products."""
         make, half = self._products.make, self._half
         if self._products.fills and not self._stacks:
-            packed = {key: packed_factors(one, here, half, self._products) for key, one in self._parts.items()}
-            return {}, {key: made for key, made in packed.items() if made is not None} | self._of_experts(here)
+            empty = {key: empty_factors(one, here, self._products) for key, one in self._parts.items()}
+            packed = {key: made for key, made in empty.items() if made is not None}
+            for key, made in packed.items():
+                fill_factors(self._parts[key], here, half, made)
+            return {}, packed | self._of_experts(here)
         found = {key: fused_factors(one, here, half) for key, one in self._parts.items()}
         fused = {key: made for key, made in found.items() if made is not None}
         products = {
@@ -420,7 +444,10 @@ class LiveSets:
         return LowRankParts(layers, parameters.rank, parameters.scale)
 
     def _kept(self, factor: Tensor) -> Tensor:
-        return factor.to(self._like.device, self._dtype).to(self._like.dtype)
+        """Return a factor as it is multiplied: a copy, unless it is written into another layout."""
+        found = factor.to(self._like.device, self._dtype).to(self._like.dtype)
+        copied = found is not factor or (self._products.fills and not self._stacks)
+        return found if copied else found.clone()
 
     def _size_of(self, parameters: ParameterSet, module: str) -> tuple[int, ...]:
         """Return (inputs, outputs) of a module that can have factors, or (experts, inputs, outputs) of experts."""
