@@ -160,7 +160,7 @@ def test_the_towers_gradients_of_earlier_passes_are_kept_if_the_last_pass_has_no
         assert not [wrong for pair in zip(theirs, expected, strict=True) if (wrong := different(*pair))]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "internvl"])
+@pytest.mark.parametrize("kind", ["gemma3", "internvl", "pixtral", "mistral3", "llava"])
 def test_further_families_over_two_ranks(kind: str) -> None:
     given = vision_families.rows(kind)
     of = [[i for i, row in enumerate(given) if bool(row.media) == has] for has in (False, True)]

@@ -221,22 +221,6 @@ def test_the_key_of_the_public_verl_freezes_the_tower_with_its_projector(
     assert trained(context_of(config), "actor").context.freeze == ("vision", "projector")
 
 
-@pytest.mark.parametrize("ranks, lines", [(1, 0), (2, 1)])
-def test_a_tower_that_ranks_cannot_divide_is_refused(
-    arithmetic_data: Sequence[Path], tmp_path: Path, ranks: int, lines: int
-) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llava", "vision_config": {"model_type": "pixtral"}})
-    )
-    over = ("cluster.backend=ray", f"cluster.ranks_per_node={ranks}")
-    found = [
-        *image_model_faults(
-            load_config(small_args(tmp_path, tmp_path, arithmetic_data, *over)).config, "train", samples=True
-        )
-    ]
-    assert len(found) == lines and all("use one rank (model.engine=torch)" in line for line in found)
-
-
 @pytest.mark.parametrize("engine, lines", [("native", 0), ("vllm", 0), ("sglang", 1), ("server", 1)])
 def test_servers_that_were_not_tested_with_it_are_refused(
     folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, engine: str, lines: int

@@ -15,9 +15,6 @@ from verl.model_engine.optimizer_table import LR, PARTS
 from verl.models.families import FAMILIES, Part, family_name
 from verl.rollout.traits import VLLM_IMAGES
 
-ON_ONE_RANK = ("llava with pixtral", "llava with clip_vision_model", "mistral3")
-"""Families that several ranks cannot train."""
-
 
 def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterator[str]:
     """Yield a line for each setting that does not work with a policy that reads images. samples: the command samples
@@ -33,9 +30,6 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     if command == "rm":
         yield from text_faults(config, f"verl {command} reads rows of text alone for a {kind}")
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
-    if kind in ON_ONE_RANK and engine_name(config, "model") != "torch":
-        why = "the states of whose tower's layers transformers finds by their class, which sharding changes"
-        yield f"model.engine={engine_name(config, 'model')}: {what}, {why}; use one rank (model.engine=torch)"
     if trained_by(config.model.lora) is not None:
         yield from _lora_faults(config, what, samples=samples)
     if command == "rm":

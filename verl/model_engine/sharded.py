@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.batch import Batch, exactly, part_of
@@ -38,7 +38,7 @@ from verl.model_engine.sharded_copy import ShardedCopy, accumulate_in_float32
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.torch_engine import TorchEngine
-from verl.model_engine.units import gathered_units, layers_of
+from verl.model_engine.units import gathered_units, layers_of, shard_unit
 from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
@@ -111,7 +111,7 @@ class ShardedModel(LocalModel):
         for module in (*experts, *gathered_units(self.model), *alone, self.root):
             if tensor is not None:
                 tensor.split(module)
-            fully_shard(module, mesh=over_experts if module in experts else over)
+            shard_unit(module, mesh=over_experts if module in experts else over)
         if tensor is not None:
             self.vocabulary = tensor.finish()
         for module in self.root.modules():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from verl.models.families import family_of
 
@@ -20,3 +22,13 @@ def gathered_units(model: Any) -> list[nn.Module]:
     family, modules = family_of(model.config), dict(model.base_model.named_modules())
     encoder = [] if family is None else [modules[name] for name in family.encoder if name in modules]
     return [*layers_of(model), *encoder]
+
+
+def shard_unit(module: nn.Module, mesh: DeviceMesh | None) -> None:
+    """Shard the weights of a module over the ranks of a mesh. It gets another class, for which transformers has to know
+    what it records: towers return states of their layers in this way."""
+    from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
+
+    fully_shard(module, mesh=mesh)
+    if recorded := getattr(module, "_can_record_outputs", None):
+        _CAN_RECORD_REGISTRY[module] = recorded  # type: ignore[index]
