@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from image_tokenizers import KINDS as MARKED
+from image_tokenizers import marked_folder, tokenizer_of
 from vision import END, IMAGE, START, TEMPLATE, chat_folder, image_tokenizer, png
 
 from verl.chat import Rendered
 from verl.config.schema import DataConfig
 from verl.data.preference import load_pairs
-from verl.data.source import load_conversations
+from verl.data.source import load_conversations, load_tasks
 from verl.errors import Refused
 
 FILES = {"cat.png": png(12, 8, 1), "dog.png": png(8, 8, 2)}  # six tokens, and four
@@ -184,3 +186,25 @@ def test_bad_rows_are_refused(given: dict[str, Any], by: Any, line: str, load: A
 def test_a_model_of_text_refuses_them(given: dict[str, Any], by: Any, load: Any) -> None:
     with pytest.raises(Refused, match="'images' holds 1 item.*prompts are rendered as text only"):
         load(given, by=by, folder=None)
+
+
+@pytest.mark.parametrize("kind", MARKED)
+def test_answers_of_every_family_follow_the_tokens_of_its_prompts(kind: str, tmp_path: Path) -> None:
+    """Marks around images and their rows are context, and no token of an answer is one."""
+    tokenizer, folder = tokenizer_of(kind), marked_folder(kind, tmp_path / "model")
+    (tmp_path / "cat.png").write_bytes(png(12, 8, 1))
+    (tmp_path / "fox.png").write_bytes(png(16, 8, 2))
+    turns = talk("a <image>b", "c", "<image>\nd e", "f", images=["cat.png", "fox.png"])
+    cfg = DataConfig(cache_dir=str(tmp_path / "cache"), max_tokens_per_row=4096, max_prompt_tokens=4096)
+
+    def read(name: str, row: dict[str, Any], by: Any) -> Any:
+        (tmp_path / name).write_text(json.dumps(row))
+        return by([str(tmp_path / name)], tokenizer, cfg, model=folder)
+
+    prompt = {"prompt": turns["messages"][:3], "images": turns["images"], "ground_truth": ""}
+    (task,) = read("p.jsonl", prompt, load_tasks)
+    table = read("c.jsonl", turns, load_conversations)
+    last = table[len(table) - 1]
+    assert last.ids[: len(task.prompt_ids)].tolist() == task.prompt_ids.tolist() and last.images == task.images
+    assert last.mask[len(task.prompt_ids)] and tokenizer.decode(last.ids[last.mask]).count("f") == 1
+    assert all(not last.mask[: image.start + image.tokens + 1][image.start - 1 :].any() for image in last.images)
