@@ -993,6 +993,8 @@ MUTANTS = (
     Mutant("rollout/native/sets.py", "pairs=half if i < one.rotated else 0", "pairs=0", NATIVE_SETS),
     Mutant("accel/cpu/kernels.py", "crc32(view[whole:], int(state[0]))", "crc32(view[whole:], 0)", CRC),
     Mutant("rollout/native/sets.py", "into_a.zero_()", "pass", NATIVE_SETS),
+    Mutant("rollout/native/sets.py", "made.a.fill(low.a.contiguous(), first=i * len(low.a))", "pass", NATIVE_SETS),
+    Mutant("weight_sync/sender.py", "if state != self._base_state or self._sent", "if self._sent", FACTORS),
     Mutant("rollout/native/noise.py", "one.noisy if acts else one.clean", "one.noisy", NOISE),
     Mutant("rollout/native/runner.py", "        self._use_noise(False)\n", "", NOISE),
     Mutant("rollout/native/runner.py", " or request.explores != self._explores", "", NOISE),
