@@ -23,6 +23,7 @@ PINNED = ("torch", "transformers", "safetensors", "numpy", "pyarrow", "hydra-cor
 EXTRAS = {
     "ray": "pip install '.[ray]' in verl's folder",
     "s3fs": "pip install '.[s3]' in verl's folder",
+    "av": "pip install '.[video]' in verl's folder: rows with videos",
     "wandb": "pip install '.[wandb]' in verl's folder",
     "flash-attn": "optional on CUDA: pip install flash-attn",
     "triton": "part of a CUDA build of torch; kernels of the native engine's decode step",

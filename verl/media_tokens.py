@@ -11,17 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.models.clips import Clip
 from verl.types import Grid, Medium
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An image as a vision tower reads it, in float32."""
+    """An image or a video as a vision tower reads it, in float32."""
 
     patches: Tensor
     """Its patches [P, D], its pixels [1, 3, H, W], or its tiles [P, 3, H, W]."""
     grid: Grid
     """The frames, rows and columns of its patches; of tiles their number, and the rows and columns that they form."""
+    clip: Clip | None = None
+    """The places of the tokens of a video's frames; None: an image."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,7 +25,7 @@ class Medium(NamedTuple):
 
 
 class TaskImage(NamedTuple):
-    """An image of a task's prompt: the file with its content, which is read when the task is admitted."""
+    """An image or a video of a task's prompt: the file with its content, which is read when the task is admitted."""
 
     path: str
     num_bytes: int
@@ -35,3 +35,12 @@ class TaskImage(NamedTuple):
     start: int
     """The first of its tokens in the prompt."""
     tokens: int
+    head: bytes = b""
+    """The beginning of a video's content in a store, in front of its file; b"" of an image."""
+    frames: tuple[tuple[str, int, int], ...] = ()
+    """The path, size and time of each file, if a video is a list of images; `path` is the first of them."""
+
+    @property
+    def files(self) -> tuple[tuple[str, int, int], ...]:
+        """The path, size and time of each file with its content, in order."""
+        return self.frames or ((self.path, self.num_bytes, self.changed_ns),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +37,12 @@ def other(folder: Path, tmp_path: Path) -> Callable[..., str]:
     return made
 
 
-def table(*images: int) -> TaskTable:
-    """Return a table whose entries have these numbers of bytes of images."""
-    lengths = {f"{name}_lengths": np.array(images) for name in ("ids", "images")}
-    return TaskTable({**lengths, "ids": np.zeros(sum(images)), "images": np.zeros(sum(images))}, None, "")  # type: ignore[arg-type]
+def table(*images: int, head: bytes = b"") -> TaskTable:
+    """Return a table in which the entries with a number above 0 have an image, or a video that begins with `head`."""
+    seen = np.frombuffer(marshal.dumps((("a.png", 1, 1, 0, 4, head, ()),)), np.uint8)
+    lengths = {"ids_lengths": np.array(images), "images_lengths": np.array([len(seen) * (n > 0) for n in images])}
+    content = np.concatenate([seen] * sum(n > 0 for n in images) or [seen[:0]])
+    return TaskTable({**lengths, "ids": np.zeros(sum(images)), "images": content}, None, "")  # type: ignore[arg-type]
 
 
 def task(index: int, *images: TaskImage) -> Task:
@@ -88,3 +91,24 @@ def test_images_of_the_evaluation_alone_need_a_store_and_a_reward_that_gets_them
     judged = replace(config, reward=replace(config.reward, model=str(folder)))
     with pytest.raises(Refused, match="reward.model=.*row 1 of data.eval_files"):
         refuse_images(judged, table(0), [TEXT, SEEN], MemoryMedia())
+
+
+def test_videos_for_a_server_and_for_models_that_read_them_otherwise_are_refused(
+    folder: Path, other: Callable[..., str]
+) -> None:
+    config, store = Config(), MemoryMedia()
+    config = replace(config, model=replace(config.model, path=str(folder)))
+    film = task(3, TaskImage("a.mp4", 1, 1, 0, 4, b"head"))
+    refuse_images(config, table(0, 7, head=b"head"), [film], store)
+    kin = replace(config, teacher=replace(config.teacher, path=other("kin", model_type="qwen2_vl")))
+    refuse_images(kin, table(0, 7), [film], store)
+    with pytest.raises(Refused, match="teacher.path=.*kin: it does not read videos as the policy does, and row 1 of"):
+        refuse_images(kin, table(0, 7, head=b"head"), [], store)
+    served = replace(config, rollout=replace(config.rollout, engine="vllm"))
+    refuse_images(served, table(0, 7), [SEEN], store)
+    for given, line in (
+        ((table(0, 7, head=b"head"), []), "rollout.engine=vllm: row 1 of data.train_files has a video"),
+        ((table(0), [SEEN, film]), "rollout.engine=vllm: row 3 of data.eval_files has a video, and a server gets"),
+    ):
+        with pytest.raises(Refused, match=line):
+            refuse_images(served, *given, store)

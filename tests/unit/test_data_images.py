@@ -214,7 +214,7 @@ ANIMATED = encoded(NOISE, "GIF", save_all=True, append_images=[NOISE.rotate(90)]
         (row("<image>", images=["cat.png", "dog.png"]), "places for 1 images, and there are 2 in the column"),
         (row("<image>", images=[]), "places for 1 images, and there are 0 in the column"),
         (row("<image>", images=["cat.png"], image="cat.png"), "images in the columns 'images' and 'image'"),
-        (row("<video>", videos=["a.mp4"]), "'videos' holds 1 item"),
+        (row("<video>", videos=["a.mp4"]), "video 1: no file .*a.mp4"),
         (row("<image>", image_path="cat.png"), "'image_path' holds 1 item"),
         (row([{"role": "user", "content": [{"type": "image", "min_pixels": 4}]}]), "min_pixels, which is not read"),
         (row([{"role": "user", "content": [{"type": "audio", "audio": "a.wav"}]}]), "a content part of type 'audio'"),

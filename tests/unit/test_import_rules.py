@@ -37,6 +37,7 @@ OPTIONAL = (
     "s3fs",
     "mcp",
     "renderers",
+    "av",
 )
 
 

@@ -53,18 +53,18 @@ class MarkedRenderer(Renderer):
 
 @dataclass(frozen=True, slots=True)
 class ImagePrompts:
-    """Renders prompts for a model that reads images. placeholder: the token that the chat template writes for an
-    image · plain: the ids of the text of each token of this kind, as of any other text · around: the text beside each
-    placeholder"""
+    """Renders prompts for a model that reads images. placeholders: the token that the chat template writes for each
+    type of content part · plain: the ids of the text of each token of this kind, as of any other text · around: the
+    text beside each placeholder of an image"""
 
-    placeholder: int
+    placeholders: Mapping[str, int]
     plain: PlainText
     around: Around
 
     def ids(self, r: Renderer, messages: Sequence[Mapping[str, Any]], audit: TemplateAudit) -> np.ndarray:
-        """Return the ids [P] int64 of the messages with the generation prompt, with one placeholder for each part of
-        type image, and none else: one that a text spells out is text. Raise RowRefused if the template drops an
-        image or a text."""
+        """Return the ids [P] int64 of the messages with the generation prompt, with one placeholder for each image
+        or video, and none else: one that a text spells out is text. Raise RowRefused if the template drops one of
+        them or a text."""
         marked = self.marked(messages, r.tools)
         text = r.text(marked, prompt=True)
         refuse_dropped(r, text, marked, audit, prompt=True)
@@ -84,7 +84,7 @@ class ImagePrompts:
         last_only: bool = False,
         may_skip_thinking: bool = False,
     ) -> list[Rendered]:
-        """Return the rows of `render_conversation`, with one placeholder for each part of type image, and none else."""
+        """Return the rows of `render_conversation`, with one placeholder for each image or video, and none else."""
         marked = self.marked(messages, tools)
         rows = render_conversation(
             tokenizer,
@@ -105,12 +105,11 @@ class ImagePrompts:
     def places(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return the positions of the placeholders in a rendering of these messages. Raise RowRefused if there is not
         one for each image."""
-        found = np.flatnonzero(ids == self.placeholder)
-        wanted = sum(part["type"] == "image" for m in messages for part in _parts(m))
-        if len(found) != wanted:
-            raise RowRefused(
-                f"images, which this chat template drops or repeats: {len(found)} placeholders for {wanted}"
-            )
+        found = np.flatnonzero(np.isin(ids, [*self.placeholders.values()]))
+        wanted = [self.placeholders[kind] for m in messages for part in _parts(m) if (kind := part["type"]) != "text"]
+        if ids[found].tolist() != wanted:
+            how = "drops or repeats" if len(found) != len(wanted) else "moves"
+            raise RowRefused(f"images, which this chat template {how}: {len(found)} placeholders for {len(wanted)}")
         return found
 
     def marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> list[dict[str, Any]]:
@@ -141,15 +140,18 @@ class ImagePrompts:
                 raise RowRefused("the placeholder of an image in a tool's call or schema", held)
 
 
-def image_prompts(tokenizer: Tokenizer, family: ImageFamily, config: Any) -> ImagePrompts:
-    """Return the renderer of prompts for a model of this family and configuration."""
+def image_prompts(
+    tokenizer: Tokenizer, family: ImageFamily, config: Any, placeholders: Mapping[str, int]
+) -> ImagePrompts:
+    """Return the renderer of prompts for a model of this family and configuration. placeholders: by the type of content
+    parts"""
     placeholder, every = family.placeholder(config), plain_text(tokenizer)
-    own = {str(tokenizer.convert_ids_to_tokens(i)) for i in (placeholder, *family.feature_ids(config))}
+    own = {str(tokenizer.convert_ids_to_tokens(i)) for i in (*placeholders.values(), *family.replaced_ids(config))}
     of_images = {text for text in every.control if PLACEHOLDER.fullmatch(text) or is_mark(family, text)}
     control = {text: ids for text, ids in every.control.items() if text in own | of_images}
     token = str(tokenizer.convert_ids_to_tokens(placeholder))
     around = Around(token, family.around if token in control else "")
-    return ImagePrompts(placeholder, PlainText(tokenizer, control), around)
+    return ImagePrompts(placeholders, PlainText(tokenizer, control), around)
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

@@ -1,9 +1,11 @@
-"""Images of rows: found in columns and content parts, checked by the headers of their files, and expanded to tokens.
+"""Images and videos of rows: found in columns and content parts, checked by the headers of their files, and expanded to
+tokens.
 
-    images  [item, ...] · image  item                verl's columns and TRL's
+    images  [item, ...] · image  item                verl's columns and TRL's; videos and video in the same way
     {"type": "image"} in the content of a message    the next item of the column
     {"type": "image", "image": item} · {"type": "image_url", "image_url": {"url": item}}
     item    a path, from the data file's folder or the working directory · bytes · {bytes, path} · a data URL
+            of a video also a list of images, its frames, or {"video": list, "sample_fps": frames in a second}
 
 `<image>` in a text is the place of the next image of the column. If neither marks nor parts give a place, images are
 in front of the first text of the user. Content that is no file is written to one beside the cached tables.
@@ -11,14 +13,11 @@ in front of the first text of the user. Content that is no file is written to on
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import marshal
 import os
 import re
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,25 +29,31 @@ from verl.chat.conversation import Rendered
 from verl.chat.messages import Messages
 from verl.config.model_files import read_model_config
 from verl.data.media import is_media_column, refuse_media
-from verl.data.values import kind_of, names_of
+from verl.data.media_items import (
+    IMAGE,
+    ITEM_FIX,
+    VIDEO,
+    MediaKind,
+    data_url_of,
+    frames_of,
+    opened_file,
+    part_content,
+    resolved,
+    with_places,
+    written_once,
+)
 from verl.errors import Refused
+from verl.models.clips import CLIPS
 from verl.models.expand import Expander, Expansion, expander
 from verl.models.families import ImageFamily, family_name, family_of
 from verl.models.image_files import SETTINGS, decoded_image, image_processor, image_size
+from verl.models.video_files import video_facts
+from verl.models.videos import FILES, Encode, VideoReader, video_reader
 from verl.types import TaskImage
-
-COLUMNS = ("images", "image")
-MARK = "<image>"
-IMAGE = {"type": "image"}
-"""A content part as chat templates read it."""
-_PARTS = frozenset({"image", "image_url", "input_image"})
-_SOURCES = ("image", "image_url", "url", "path", "bytes", "file")
-"""The keys with the content of an image in a part, or in an item of a column."""
-_FIX = "Fix: a PNG, JPEG or WEBP file, bytes, or a data URL"
 
 
 class SeenRow(NamedTuple):
-    """A row with images. messages: each image is a part `IMAGE` · row: its columns, with the path of a file in the
+    """A row with images. messages: each image is a part `IMAGE.part` · row: its columns, with the path of a file in the
     place of content · named: the same with a hash in that place · images: by the order of the parts"""
 
     messages: Messages
@@ -58,23 +63,32 @@ class SeenRow(NamedTuple):
 
 
 class ImageFile(NamedTuple):
-    """A file with an image whose header was read."""
+    """A file with an image or a video, of which the header was read. head, frames: as in `TaskImage`"""
 
     path: str
     num_bytes: int
     changed_ns: int
     expansion: Expansion
+    head: bytes = b""
+    frames: tuple[tuple[str, int, int], ...] = ()
+
+    @property
+    def named(self) -> str | list[str]:
+        """The path of the file, or those of the frames."""
+        return [path for path, _, _ in self.frames] or self.path
 
 
 @dataclass(frozen=True)
 class ImageRules:
     """Reads the images of rows for one model. digest: a hash of the files on which an image's tokens depend, beside its
-    tokenizer · content: the folder for content that is no file."""
+    tokenizer · content: the folder for content that is no file · videos: rows may have videos, if the model reads
+    them"""
 
     folder: Path = field(repr=False)
     content: Path = field(repr=False)
     digest: str
     tokenizer: Any = field(repr=False)
+    videos: bool = False
 
     @cached_property
     def model(self) -> tuple[ImageFamily, Any]:
@@ -87,9 +101,26 @@ class ImageRules:
         return family, config
 
     @cached_property
-    def placeholder(self) -> int:
+    def placeholders(self) -> dict[str, int]:
+        """The token that the chat template writes for each kind of media."""
         family, config = self.model
-        return family.placeholder(config)
+        image = {IMAGE.name: family.placeholder(config)}
+        return image | ({VIDEO.name: int(config.video_token_id)} if self._reads_videos else {})
+
+    @cached_property
+    def _reads_videos(self) -> bool:
+        return self.videos and self.model[1].model_type in CLIPS
+
+    @property
+    def _videos_fix(self) -> str:
+        here = "not for a " + self.model[1].model_type if self.videos else "in rows of verl train alone"
+        return f"Videos are read for {', '.join(CLIPS)}, {here}"
+
+    @cached_property
+    def _videos(self) -> VideoReader:
+        reader = video_reader(self.folder, self.model[1])
+        assert reader is not None, "a model that reads videos"
+        return reader
 
     @cached_property
     def _processor(self) -> Any:
@@ -105,50 +136,101 @@ class ImageRules:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("folder", "content", "digest", "tokenizer")
+        own = ("folder", "content", "digest", "tokenizer", "videos")
         return {name: getattr(self, name) for name in own}
 
-    def seen(self, row: dict[str, Any], messages: Messages, where: str) -> SeenRow:
-        """Return the row with its images. Raise Refused for an image that cannot be read, and if images and their
-        places in the messages do not fit."""
-        column = _column(row, where)
-        items = _items(row[column]) if column else []
-        parts = [part for part in _media_parts(messages, where)]
-        refuse_media(*_without_images(row, messages, column), where)
-        inline = [source for part in parts if (source := _source(part, where)) is not None]
-        marked = bool(column) and any(MARK in text for m in messages for text in _texts(m))
-        if items and inline:
-            raise Refused(f"{where}: images in the column {column!r} and in parts of messages. Fix: one of both")
-        if items and not parts and not marked:
-            messages = _in_front(messages, len(items), where)
-        else:
-            messages = tuple(_with_parts(m, marked) for m in messages)
-        wanted = sum(part == IMAGE for m in messages if isinstance(m["content"], list) for part in m["content"])
-        found = inline or items
-        if wanted != len(found) or (inline and len(inline) != len(parts)):
-            source = f"{len(found)} in the column {column!r}" if column else f"{len(found)} with content"
-            raise Refused(
-                f"{where}: the messages have places for {wanted} images, and there are {source}. Fix: as many"
-            )
+    def seen(self, row: dict[str, Any], messages: Messages, where: str, encode: Encode) -> SeenRow:
+        """Return the row with its images and videos. encode: the ids of a text. Raise Refused for one that cannot be
+        read, and if media and their places in the messages do not fit."""
+        kinds = (IMAGE, VIDEO) if self._reads_videos else (IMAGE,)
+        if VIDEO not in kinds and (column := _column(row, VIDEO, where)) and _items(row[column]):
+            raise Refused(f"{where}: videos in the column {column!r}. {self._videos_fix}")
+        columns = {kind.name: _column(row, kind, where) for kind in kinds}
+        parts = [*_media_parts(messages, kinds, self._videos_fix, where)]
+        refuse_media(*_without_media(row, messages, columns, kinds), where)
+        given, marked, front = dict[str, list[Any]](), list[MediaKind](), list[dict[str, str]]()
+        for kind in kinds:
+            column = columns[kind.name]
+            items = _items(row[column]) if column else []
+            own = [part for part in parts if part["type"] in kind.parts]
+            inline = [source for part in own if (source := part_content(part, kind, where)) is not None]
+            if items and inline:
+                both = f"{kind.name}s in the column {column!r} and in parts of messages"
+                raise Refused(f"{where}: {both}. Fix: one of both")
+            if column and any(kind.mark in text for m in messages for text in _texts(m)):
+                marked.append(kind)
+            elif items and not own:
+                front += [kind.part] * len(items)
+            given[kind.name] = inline or items
+        messages = tuple(_with_parts(m, marked, kinds) for m in messages)
+        if front:
+            messages = _in_front(messages, front, where)
+        for kind in kinds:
+            _check_places(messages, kind, given[kind.name], parts, columns[kind.name], where)
+        return self._with_files(row, messages, given, columns, where, encode)
+
+    def _with_files(
+        self,
+        row: dict[str, Any],
+        messages: Messages,
+        given: Mapping[str, Sequence[Any]],
+        columns: Mapping[str, str],
+        where: str,
+        encode: Encode,
+    ) -> SeenRow:
         places: dict[Any, tuple[str, str]] = {}
-        images = tuple(self._image(item, f"{where}: image {k}", places) for k, item in enumerate(found, start=1))
-        if not images:
+        found: dict[str, list[ImageFile]] = {IMAGE.name: [], VIDEO.name: []}
+        for k, item in enumerate(given[IMAGE.name], start=1):
+            found[IMAGE.name].append(self._image(item, f"{where}: image {k}", places))
+        for k, item in enumerate(given.get(VIDEO.name, ()), start=1):
+            found[VIDEO.name].append(self._video(item, f"{where}: video {k}", places, encode))
+        if not any(found.values()):
             return SeenRow(messages, row, row, ())
-        paths = {column: [image.path for image in images]} if column else {}
-        return SeenRow(messages, _replaced(row, places, 0) | paths, _replaced(row, places, 1), images)
+        paths = {column: [file.named for file in found[name]] for name, column in columns.items() if column}
+        rest = {name: iter(files) for name, files in found.items()}
+        kinds = [part["type"] for m in messages if isinstance(m["content"], list) for part in m["content"]]
+        files = tuple(next(rest[kind]) for kind in kinds if kind in rest)
+        return SeenRow(messages, with_places(row, places, 0) | paths, with_places(row, places, 1), files)
 
     def _image(self, item: Any, where: str, places: dict[Any, tuple[str, str]]) -> ImageFile:
-        content, path = _resolved(item, where)
-        if content is not None:
-            path = _written(content, self.content)
-            places[content] = str(path), f"blake2b:{path.name}"
-            if str(text := _text_of(item)).startswith("data:"):  # a path of the same item is not its content
-                places[text] = places[content]
-        with _opened(path, where) as stream:
+        facts, sides = self._measured(item, where, places)
+        expansion = self._expansion(sides, Path(facts[0]), f"{where} ({facts[0]})")
+        return ImageFile(*facts, expansion)
+
+    def _measured(
+        self, item: Any, where: str, places: dict[Any, tuple[str, str]]
+    ) -> tuple[tuple[str, int, int], tuple[int, int]]:
+        """Return the path, the bytes and the time of the file of an image, and its height and width."""
+        path = self._file_of(item, IMAGE, where, places)
+        with opened_file(path, where) as stream:
             facts = os.fstat(stream.fileno())
-            sides = image_size(stream, f"{where} ({path})")
-            expansion = self._expansion(sides, path, f"{where} ({path})")
-        return ImageFile(str(path), facts.st_size, facts.st_mtime_ns, expansion)
+            return (str(path), facts.st_size, facts.st_mtime_ns), image_size(stream, f"{where} ({path})")
+
+    def _video(self, item: Any, where: str, places: dict[Any, tuple[str, str]], encode: Encode) -> ImageFile:
+        frames, rate = frames_of(item, where)
+        if frames is not None:
+            measured = [self._measured(one, f"{where}: frame {k}", places) for k, one in enumerate(frames, start=1)]
+            files, sizes = tuple(facts for facts, _ in measured), tuple(facts[1] for facts, _ in measured)
+            fps = float(self._videos.settings["fps"]) if rate is None else rate
+            head, expansion = self._videos.of_images([sides for _, sides in measured], sizes, fps, encode, where)
+            return ImageFile(*files[0], expansion, head.packed(), files)
+        path = self._file_of(item, VIDEO, where, places)
+        with opened_file(path, where) as stream:
+            facts = os.fstat(stream.fileno())
+            head, expansion = self._videos.of_file(
+                video_facts(stream, f"{where} ({path})"), encode, f"{where} ({path})"
+            )
+        return ImageFile(str(path), facts.st_size, facts.st_mtime_ns, expansion, head.packed())
+
+    def _file_of(self, item: Any, kind: MediaKind, where: str, places: dict[Any, tuple[str, str]]) -> Path:
+        """Return the file of an item, which is written if the item has the content itself."""
+        content, path = resolved(item, kind, where)
+        if content is not None:
+            path = written_once(content, self.content)
+            places[content] = str(path), f"blake2b:{path.name}"
+            if str(text := data_url_of(item, kind)).startswith("data:"):  # a path of the same item is not its content
+                places[text] = places[content]
+        return path
 
     def _expansion(self, sides: tuple[int, int], path: Path, where: str) -> Expansion:
         if sides in self._expansions:
@@ -166,37 +248,40 @@ class ImageRules:
         return self._expander.of(processed(processor, image, where, family, config).grid)
 
 
-def image_rules(folder: Path, content: Path, tokenizer: Any) -> ImageRules | None:
-    """Return the reader of images for the model in a folder; None if it reads text alone."""
+def image_rules(folder: Path, content: Path, tokenizer: Any, videos: bool) -> ImageRules | None:
+    """Return the reader of images, and if `videos` also of videos, for the model in a folder; None if it reads text
+    alone."""
     config = read_model_config(folder)
     if family_name(config) is None:
         return None
     digest = hashlib.blake2b(repr(sorted(config.items())).encode(), digest_size=16)
-    if (settings := folder / SETTINGS).is_file():
-        digest.update(settings.read_bytes())
-    return ImageRules(folder, content, digest.hexdigest(), tokenizer)
+    for settings in (folder / file for file in (FILES if config.get("model_type") in CLIPS else (SETTINGS,))):
+        if settings.is_file():
+            digest.update(settings.read_bytes())
+    return ImageRules(folder, content, digest.hexdigest(), tokenizer, videos)
 
 
 def expanded(
-    ids: np.ndarray, placeholder: int, images: Sequence[ImageFile]
+    ids: np.ndarray, placeholders: Collection[int], images: Sequence[ImageFile]
 ) -> tuple[np.ndarray, tuple[TaskImage, ...]]:
     """Return a prompt's ids [P] int64 with the tokens of each image in the place of its placeholder, and the images
     with their places."""
     parts, found, start, at = list[np.ndarray](), list[TaskImage](), 0, 0
-    for image, place in zip(images, np.flatnonzero(ids == placeholder), strict=True):
+    for image, place in zip(images, np.flatnonzero(np.isin(ids, [*placeholders])), strict=True):
         parts += [ids[start:place], image.expansion.ids]
         at += int(place) - start
-        found.append(TaskImage(*image[:3], at + image.expansion.start, image.expansion.tokens))
+        tokens = at + image.expansion.start, image.expansion.tokens
+        found.append(TaskImage(*image[:3], *tokens, image.head, image.frames))
         at += len(image.expansion.ids)
         start = int(place) + 1
     return np.concatenate([*parts, ids[start:]]), tuple(found)
 
 
-def expanded_row(row: Rendered, placeholder: int, images: Sequence[ImageFile]) -> Rendered:
+def expanded_row(row: Rendered, placeholders: Collection[int], images: Sequence[ImageFile]) -> Rendered:
     """Return a row of training with the tokens of its images in the place of their placeholders. images: those of its
     conversation, of which the row has the first ones."""
-    places = np.flatnonzero(row.ids == placeholder)
-    ids, seen = expanded(row.ids, placeholder, images[: len(places)])
+    places = np.flatnonzero(np.isin(row.ids, [*placeholders]))
+    ids, seen = expanded(row.ids, placeholders, images[: len(places)])
     lengths = np.ones(len(row.ids), np.int64)
     lengths[places] = [len(image.expansion.ids) for image in images[: len(places)]]
     return replace(row, ids=ids, mask=np.repeat(row.mask, lengths), images=seen)
@@ -219,21 +304,30 @@ def images_of(packed: np.ndarray) -> tuple[TaskImage, ...]:
     return tuple(TaskImage(*image) for image in marshal.loads(packed.data)) if len(packed) else ()
 
 
+def paths_of(files: Sequence[ImageFile]) -> dict[str, list[Any]]:
+    """Return the paths of a row's images and of its videos, for reward functions; without the kinds that it has not."""
+    images, videos = ([f.named for f in files if bool(f.head) == video] for video in (False, True))
+    return {name: paths for name, paths in (("images", images), ("videos", videos)) if paths}
+
+
 def unchanged(image: TaskImage) -> str:
-    """Return why a file is not the one that was read with the rows; "" if it is."""
-    try:
-        facts = os.stat(image.path)
-    except OSError as e:
-        return f"{image.path}: {e.strerror}"
-    same = (facts.st_size, facts.st_mtime_ns) == (image.num_bytes, image.changed_ns)
-    return "" if same else f"{image.path}: the file was changed after the rows were read"
+    """Return why a file is not the one that was read with the rows; "" if all are."""
+    for path, num_bytes, changed_ns in image.files:
+        try:
+            facts = os.stat(path)
+        except OSError as e:
+            return f"{path}: {e.strerror}"
+        if (facts.st_size, facts.st_mtime_ns) != (num_bytes, changed_ns):
+            return f"{path}: the file was changed after the rows were read"
+    return ""
 
 
-def _column(row: Mapping[str, Any], where: str) -> str:
-    filled = [key for key in COLUMNS if key in row and _items(row[key])]
+def _column(row: Mapping[str, Any], kind: MediaKind, where: str) -> str:
+    filled = [key for key in kind.columns if key in row and _items(row[key])]
     if len(filled) > 1:
-        raise Refused(f"{where}: images in the columns 'images' and 'image'. Fix: one of both")
-    named = [key for key in COLUMNS if key in row]
+        many, one = kind.columns
+        raise Refused(f"{where}: {many} in the columns {many!r} and {one!r}. Fix: one of both")
+    named = [key for key in kind.columns if key in row]
     return (filled or named or [""])[0]
 
 
@@ -245,14 +339,17 @@ def _items(value: Any) -> list[Any]:
     ]
 
 
-def _without_images(
-    row: Mapping[str, Any], messages: Messages, column: str
+def _without_media(
+    row: Mapping[str, Any], messages: Messages, columns: Mapping[str, str], kinds: Sequence[MediaKind]
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the row and messages without images, for the check that they have no other media."""
-    plain = {key: value for key, value in row.items() if key not in COLUMNS or (key != column and is_media_column(key))}
+    """Return the row and messages without images and videos, for the check that they have no other media."""
+    own = {key for kind in kinds for key in kind.columns}
+    held = columns.values()
+    plain = {key: value for key, value in row.items() if key not in own or (key not in held and is_media_column(key))}
     texts = [{**m, "content": "\n".join(_texts(m))} for m in messages]
-    if column:  # the places of images
-        texts = [{**m, "content": m["content"].replace(MARK, "")} for m in texts]
+    for kind in kinds:
+        if columns[kind.name]:  # the places of its items
+            texts = [{**m, "content": m["content"].replace(kind.mark, "")} for m in texts]
     return plain, texts
 
 
@@ -264,124 +361,64 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
         yield from (part["text"] for part in content if isinstance(part.get("text"), str))
 
 
-def _media_parts(messages: Messages, where: str) -> Iterator[Mapping[str, Any]]:
+def _media_parts(
+    messages: Messages, kinds: Sequence[MediaKind], videos_fix: str, where: str
+) -> Iterator[Mapping[str, Any]]:
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
-            if part.get("type") in _PARTS:
+            kind = part.get("type")
+            if any(kind in one.parts for one in kinds):
                 yield part
             elif not isinstance(part.get("text"), str):
-                kind = part.get("type")
-                raise Refused(f"{where}: a message of {message['role']!r} has a content part of type {kind!r}. {_FIX}")
+                fix = videos_fix if kind in VIDEO.parts else ITEM_FIX
+                raise Refused(f"{where}: a message of {message['role']!r} has a content part of type {kind!r}. {fix}")
 
 
-def _source(part: Mapping[str, Any], where: str) -> Any:
-    """Return the content in a part of a message; None if the part takes the next image of the column."""
-    filled = {key: value for key, value in part.items() if value is not None and key not in ("type", "text")}
-    if filled.get("detail") == "auto":
-        del filled["detail"]
-    if more := sorted(filled.keys() - set(_SOURCES)):
+def _check_places(
+    messages: Messages,
+    kind: MediaKind,
+    found: Sequence[Any],
+    parts: Sequence[Mapping[str, Any]],
+    column: str,
+    where: str,
+) -> None:
+    """Raise Refused if the messages have other places of this kind than there are items."""
+    wanted = sum(part == kind.part for m in messages if isinstance(m["content"], list) for part in m["content"])
+    own = [part for part in parts if part["type"] in kind.parts]
+    inline = any(part_content(part, kind, where) is not None for part in own)
+    if wanted != len(found) or (inline and len(found) != len(own)):
+        source = f"{len(found)} in the column {column!r}" if column else f"{len(found)} with content"
         raise Refused(
-            f"{where}: a part of type {part['type']!r} has {', '.join(more)}, which is not read. Fix: drop it"
+            f"{where}: the messages have places for {wanted} {kind.name}s, and there are {source}. Fix: as many"
         )
-    if len(filled) > 1 and filled.keys() != {"bytes", "path"}:
-        raise Refused(f"{where}: a part of type {part['type']!r} has {' and '.join(filled)}. Fix: one of them")
-    return filled or None
 
 
-def _with_parts(message: dict[str, Any], marked: bool) -> dict[str, Any]:
-    """Return the message with its images as parts. marked: `MARK` in a text is the place of an image."""
-    content = message["content"]
+def _with_parts(message: dict[str, Any], marked: Sequence[MediaKind], kinds: Sequence[MediaKind]) -> dict[str, Any]:
+    """Return the message with its media as parts. marked: the kinds of which a mark in a text is a place."""
+    content, marks = message["content"], {kind.mark: kind.part for kind in marked}
     given = [{"type": "text", "text": content}] if isinstance(content, str) else content
     parts: list[dict[str, Any]] = []
     for part in given:
-        if part.get("type") in _PARTS:
-            parts.append(IMAGE)
+        if own := next((kind.part for kind in kinds if part.get("type") in kind.parts), None):
+            parts.append(own)
             continue
-        for piece in re.split(f"({MARK})", part["text"]) if marked else [part["text"]]:
+        for piece in re.split(f"({'|'.join(marks)})", part["text"]) if marks else [part["text"]]:
             if piece:
-                parts.append(IMAGE if piece == MARK else {"type": "text", "text": piece})
-    return {**message, "content": parts} if IMAGE in parts else {**message, "content": "".join(_texts(message))}
+                parts.append(marks.get(piece) or {"type": "text", "text": piece})
+    seen = any(kind.part in parts for kind in kinds)
+    return {**message, "content": parts} if seen else {**message, "content": "".join(_texts(message))}
 
 
-def _in_front(messages: Messages, images: int, where: str) -> Messages:
-    """Return the messages with the images before the text of the first message of the user, as in TRL."""
+def _in_front(messages: Messages, parts: list[dict[str, str]], where: str) -> Messages:
+    """Return the messages with the media before the text of the first message of the user, as in TRL."""
     first = next((k for k, m in enumerate(messages) if m["role"] == "user"), None)
     if first is None:
-        raise Refused(f"{where}: {images} images and no message of the user. Fix: write {MARK} at the place of each")
-    text = {"type": "text", "text": "".join(_texts(messages[first]))}
-    seen = {**messages[first], "content": [*[IMAGE] * images, text]}
+        marks = f"<{parts[0]['type']}>"
+        raise Refused(
+            f"{where}: {len(parts)} {parts[0]['type']}s and no message of the user. Fix: write {marks} at the place of"
+            " each"
+        )
+    content = messages[first]["content"]
+    after = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    seen = {**messages[first], "content": [*parts, *after]}
     return (*messages[:first], seen, *messages[first + 1 :])
-
-
-def _resolved(item: Any, where: str) -> tuple[bytes | None, Path]:
-    """Return the content of an item of a column or part, or else the path of its file."""
-    if isinstance(item, bytes):
-        return item, Path()
-    if isinstance(item, Mapping):
-        filled = {key: value for key, value in item.items() if value not in (None, "")}
-        key = next((key for key in ("bytes", *_SOURCES) if key in filled), None)
-        if key is None or filled.keys() - set(_SOURCES):
-            raise Refused(f"{where}: an object with the keys {names_of(filled)}. {_FIX}")
-        return _resolved(filled[key], where)
-    if not isinstance(item, str):
-        raise Refused(f"{where}: {kind_of(item)}. {_FIX}")
-    if item.startswith("data:"):
-        head, _, text = item.partition(",")
-        try:
-            return base64.b64decode(text, validate=True) if head.endswith(";base64") else _refuse_url(where), Path()
-        except binascii.Error as e:
-            raise Refused(f"{where}: a data URL that is not base64: {e}. {_FIX}") from e
-    if re.match(r"https?://", item):
-        raise Refused(f"{where}: {item[:120]}: images are not downloaded. Fix: download them, and name the files")
-    return None, _found(item.removeprefix("file://"), where)
-
-
-def _refuse_url(where: str) -> bytes:
-    raise Refused(f"{where}: a data URL without base64. {_FIX}")
-
-
-def _found(name: str, where: str) -> Path:
-    """Return the path of a file that a row names: absolute, from the folder of the data file, or from the working
-    directory."""
-    data = Path(re.split(r":(?:\d+| row \d+| item \d+): ", where)[0]).expanduser().parent
-    given = Path(name).expanduser()
-    tried = [given] if given.is_absolute() else [(data / given).absolute(), given.absolute()]
-    for path in tried:
-        if path.is_file():
-            return path
-    raise Refused(f"{where}: no file {' or '.join(dict.fromkeys(map(str, tried)))}")
-
-
-def _opened(path: Path, where: str) -> Any:
-    try:
-        return path.open("rb")
-    except OSError as e:
-        raise Refused(f"{where}: {path}: {e.strerror}") from e
-
-
-def _written(content: bytes, folder: Path) -> Path:
-    """Return the file with this content, which is written once, under the name of its hash."""
-    name = hashlib.blake2b(content, digest_size=16).hexdigest()
-    path = folder / name[:2] / name
-    if not path.is_file() or path.stat().st_size != len(content):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        coming = path.with_suffix(f".{uuid.uuid4().hex}")
-        coming.write_bytes(content)
-        coming.rename(path)
-    return path
-
-
-def _text_of(item: Any) -> Any:
-    """Return the data URL in an item; the item itself if it has none."""
-    while isinstance(item, Mapping):
-        item = next((item[key] for key in _SOURCES if item.get(key) is not None), None)
-    return item
-
-
-def _replaced(value: Any, places: Mapping[Any, tuple[str, str]], which: int) -> Any:
-    """Return a value with another text in the place of each content."""
-    if isinstance(value, (bytes, str)):
-        return places[value][which] if value in places else value
-    if isinstance(value, Mapping):
-        return {key: _replaced(inner, places, which) for key, inner in value.items()}
-    return [_replaced(inner, places, which) for inner in value] if isinstance(value, list) else value

@@ -48,7 +48,7 @@ from verl.data.formats import (
     with_hint,
     with_system,
 )
-from verl.data.images import ImageRules, SeenRow, cut_images, expanded, expanded_row, packed_images
+from verl.data.images import ImageRules, SeenRow, cut_images, expanded, expanded_row, packed_images, paths_of
 from verl.data.lost import Coverage, texts_of
 from verl.data.media import refuse_media
 from verl.data.plain import TEXT, ids_row, plain_column, text_row, unread_columns
@@ -168,7 +168,7 @@ class RenderJob:
     @cached_property
     def _image_prompts(self) -> ImagePrompts:
         assert self.images is not None
-        return image_prompts(self.tokenizer, *self.images.model)
+        return image_prompts(self.tokenizer, *self.images.model, self.images.placeholders)
 
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         raise NotImplementedError
@@ -176,7 +176,7 @@ class RenderJob:
     def seen(self, raw: RawRow, messages: Messages) -> SeenRow:
         """Return the row with its images. Raise Refused if it has media that the model does not read."""
         if self.images is not None:
-            return self.images.seen(raw.row, messages, raw.where)
+            return self.images.seen(raw.row, messages, raw.where, self._text_ids)
         refuse_media(raw.row, messages, raw.where)
         return SeenRow(messages, raw.row, raw.row, ())
 
@@ -202,7 +202,12 @@ class RenderJob:
             last_only=last_only,
             may_skip_thinking=may_skip_thinking,
         )
-        return rows if self.images is None else [expanded_row(r, self.images.placeholder, seen.images) for r in rows]
+        if self.images is None:
+            return rows
+        return [expanded_row(row, self.images.placeholders.values(), seen.images) for row in rows]
+
+    def _text_ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def count_text(self, messages: Sequence[Message], where: str, counts: RowCounts) -> None:
         """Count, in a row's messages, text without ids, text that is read as control tokens, and keys that are not
@@ -287,7 +292,7 @@ class PromptJob(RenderJob):
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         task, limit = task_row(raw, self.cfg, self.players), self.cfg.max_prompt_tokens
         messages, row, named, files = self.seen(raw, task.messages)
-        facts = {"images": [image.path for image in files], **task.extra_info} if files else task.extra_info
+        facts = {**paths_of(files), **task.extra_info}
         raw, task = RawRow(raw.where, row), task._replace(messages=messages, extra_info=facts)
         for name, value in row_kwargs(raw.row, raw.where).items():
             if name not in self.template_kwargs or self.template_kwargs[name] != value:
@@ -300,7 +305,7 @@ class PromptJob(RenderJob):
         images = tuple[TaskImage, ...]()
         if files and self.images is not None:
             self._refuse_beside_images(raw.where)
-            ids, images = expanded(ids, self.images.placeholder, files)
+            ids, images = expanded(ids, self.images.placeholders.values(), files)
         if (key := self.players.hint_key) is not None:
             messages = with_system(hinted(raw.row, key, task.messages, raw.where), self.cfg, raw.row)
             if key != FEEDBACK:

@@ -122,6 +122,11 @@ class TaskTable(_Table):
         """Return the index of the first entry with images; None if there is none."""
         return next(map(int, np.flatnonzero(self._arrays["images_lengths"])), None)
 
+    def first_with_videos(self) -> int | None:
+        """Return the index of the first entry with videos; None if there is none."""
+        seen = map(int, np.flatnonzero(self._arrays["images_lengths"]))
+        return next((index for index in seen if any(i.head for i in images_of(self._part("images", index)))), None)
+
 
 class ConversationTable(_Table):
     """The table of SFT rows: ids and loss masks. One row of the data may have several entries."""
@@ -148,7 +153,7 @@ def load_tasks(
     stops: see `RenderJob`
     model: the folder of the policy, which may read images; None: rows with images are refused
     """
-    images = rules_of_model(model, cfg, tokenizer)
+    images = rules_of_model(model, cfg, tokenizer, videos=True)
     job = PromptJob(tokenizer, cfg, template_kwargs or {}, stops, players=players, images=images)
     arrays, report, key = load_arrays(files, job, max_rows)
     if report.refused:
@@ -190,15 +195,20 @@ def load_conversations(
     return ConversationTable(arrays, report, key + images_key(arrays))
 
 
-def rules_of_model(model: Path | None, cfg: DataConfig, tokenizer: Tokenizer) -> ImageRules | None:
-    """Return the reader of images for the model in a folder; None if its rows are rendered as text."""
-    return None if model is None else image_rules(model, cache_path(cfg.cache_dir, "").parent / "media", tokenizer)
+def rules_of_model(
+    model: Path | None, cfg: DataConfig, tokenizer: Tokenizer, *, videos: bool = False
+) -> ImageRules | None:
+    """Return the reader of images for the model in a folder; None if its rows are rendered as text. videos: rows may
+    have videos"""
+    if model is None:
+        return None
+    return image_rules(model, cache_path(cfg.cache_dir, "").parent / "media", tokenizer, videos)
 
 
 def images_key(arrays: Mapping[str, np.ndarray]) -> str:
     """Return a hash of the sizes of all images of a table, which are the same on every node; "" if it has none."""
     parts = _entries_of(arrays)
-    sizes = [(i.num_bytes, i.start, i.tokens) for images in parts for i in images]
+    sizes = [(i.num_bytes, i.start, i.tokens, i.head) for images in parts for i in images]
     return hashlib.blake2b(repr(sizes).encode(), digest_size=16).hexdigest() if sizes else ""
 
 

@@ -1,4 +1,4 @@
-"""The images of a run's rows: the store of those that are recorded, and the settings that rows with images cannot
+"""The images and videos of a run's rows: the store of those that are recorded, and the settings that such rows cannot
 have."""
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from pathlib import Path
 from verl.algorithms.sections import TEACHER
 from verl.checkpoint.loadable import exact_config
 from verl.config.adapter import base_of
-from verl.config.backends import engine_name
+from verl.config.backends import engine_name, traits_of
 from verl.config.model_files import find_model_folder, read_model_config
 from verl.config.schema import Config
 from verl.data.source import TaskTable
 from verl.errors import Refused
+from verl.models.clips import CLIPS, ClipRules
 from verl.models.families import FAMILIES, ImageFamily, name_of
 from verl.transfer_queue.base import MediaStore
 from verl.transfer_queue.media import FolderMedia
@@ -42,6 +43,38 @@ def refuse_images(config: Config, tasks: TaskTable, eval_tasks: list[Task], medi
     for key, path in _readers(config) if trained is not None else ():
         if why := _unlike(config, path):
             raise Refused(f"{key}={path}: {why}. {fix}, or a model of the policy's family")
+    _refuse_videos(config, tasks, eval_tasks)
+
+
+def _refuse_videos(config: Config, tasks: TaskTable, eval_tasks: list[Task]) -> None:
+    """Raise Refused if there are rows with videos, and a part of the run reads images alone, or videos in another
+    way."""
+    readers, server = dict(_readers(config)), traits_of(config.rollout.engine).server
+    if not (server or readers):
+        return
+    policy = _clips_of(config.model.path)
+    others = [(key, path) for key, path in readers.items() if _clips_of(base_of(path, config.model.path)) != policy]
+    evaluated = next((task.index for task in eval_tasks if any(image.head for image in task.images)), None)
+    file, row = "train_files", tasks.first_with_videos()
+    if row is not None and others:
+        key, path = others[0]
+        why = f"it does not read videos as the policy does, and row {row} of data.train_files has one"
+        raise Refused(f"{key}={path}: {why}. Fix: a model of the policy's family, or rows without videos")
+    if row is None:
+        file, row = "eval_files", evaluated
+    refuse_served_videos(config, f"data.{file}", row)
+
+
+def refuse_served_videos(config: Config, file: str, row: int | None) -> None:
+    """Raise Refused if a server would answer rows with videos. row: the first of them; None: there is none."""
+    if row is not None and traits_of(config.rollout.engine).server:
+        why = f"row {row} of {file} has a video, and a server gets images alone"
+        raise Refused(f"rollout.engine={config.rollout.engine}: {why}. Fix: rollout.engine=native")
+
+
+def _clips_of(path: str) -> ClipRules | None:
+    """Return how the model in a folder reads videos; None if it reads none."""
+    return CLIPS.get(name_of(read_model_config(find_model_folder(path))))
 
 
 def refuse_unstored(config: Config, has_images: Sequence[bool], media: MediaStore | None) -> None:

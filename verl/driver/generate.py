@@ -26,7 +26,7 @@ from verl.data.files import expand_files, read_rows
 from verl.data.lost import Coverage, lost_lines
 from verl.data.source import load_tasks
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
-from verl.driver.assemble_images import refuse_unstored
+from verl.driver.assemble_images import refuse_served_videos, refuse_unstored
 from verl.driver.banned import policy_banned
 from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import (
@@ -80,6 +80,7 @@ def generate_file(config: Config, out: Path) -> int:
     table = load_tasks(files, tokenizer, data, template_kwargs=kwargs, max_rows=most, stops=stops, model=model)
     if table.report.refused:
         raise Refused(f"not every row can be asked: {table.report.summary()}. First: {table.report.example}")
+    refuse_served_videos(config, "data.train_files", table.first_with_videos())
     tasks = [table[i] for i in range(len(table))]
     if any(ANSWERS in task.row for task in tasks):
         raise Refused(f"the rows have a column {ANSWERS!r} already, where the answers are written: rename it")

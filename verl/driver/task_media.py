@@ -1,5 +1,5 @@
-"""The images of tasks and of supervised rows: their content is in the queue's store from the admission of a task until
-its rows are stored, which then own it, or until it is released."""
+"""The images and videos of tasks and of supervised rows: their content is in the queue's store from the admission of a
+task until its rows are stored, which then own it, or until it is released."""
 
 from __future__ import annotations
 
@@ -51,16 +51,17 @@ class LostImage(ValueError):
 def images_stored(store: MediaStore | None, owner: str) -> Iterator[Callable[[TaskImage], str]]:
     """Give a function that stores the content of an image and returns its reference. The owner has the content
     meanwhile. Raise Refused for a file that cannot be read."""
-    kept: dict[str, str] = {}
+    kept: dict[TaskImage, str] = {}
 
     def stored(image: TaskImage) -> str:
         assert store is not None, "a queue without a store refuses rows with images at the start"
-        if image.path not in kept:
+        image = image._replace(start=0)  # wherever it is in a row
+        if image not in kept:
             try:
-                kept[image.path] = store.put(_content(image), owner)
+                kept[image] = store.put(_content(image), owner)
             except LostImage as e:
                 raise Refused(f"{e}. Fix: the file as it was, and the same command again") from e
-        return kept[image.path]
+        return kept[image]
 
     try:
         yield stored
@@ -72,10 +73,7 @@ def images_stored(store: MediaStore | None, owner: str) -> Iterator[Callable[[Ta
 def _content(image: TaskImage) -> bytes:
     if why := unchanged(image):
         raise LostImage(why)
-    try:
-        return Path(image.path).read_bytes()
-    except OSError as e:
-        raise LostImage(f"{image.path}: {e.strerror}") from e
+    return image.head + b"".join(_read(path) for path, _, _ in image.files)
 
 
 def _media(
@@ -93,3 +91,10 @@ def _media(
         if released.is_set():
             store.drop([owner])
     return tuple(found)
+
+
+def _read(path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as e:
+        raise LostImage(f"{path}: {e.strerror}") from e

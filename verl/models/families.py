@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from verl.errors import Refused
+from verl.models.clips import CLIPS, Clip, clip_places
 from verl.types import Grid, Medium
 
 Part = Literal["vision", "projector", "language"]
@@ -80,6 +81,18 @@ class ImageFamily:
     def features(self, config: Any, grid: Grid) -> int:
         """Return the number of an image's features."""
         return sum(part for part in self.layout(config, grid) if isinstance(part, int))
+
+    def replaced_ids(self, config: Any) -> tuple[int, ...]:
+        """Return the ids of the tokens that features replace, within the tokens of an image or a video."""
+        videos = (int(config.video_token_id),) if config.model_type in CLIPS else ()
+        return (*self.feature_ids(config), *videos)
+
+    def places(self, config: Any, grid: Grid, clip: Clip | None) -> tuple[np.ndarray, int] | None:
+        """Return the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position of the
+        token after them; None if they are counted as text is. clip: of a video; None: it is an image"""
+        if clip is not None:
+            return clip_places(_merged(config, grid), clip)
+        return None if self.positions is None else self.positions(config, grid)
 
     def part_of(self, name: str) -> Part:
         """Return the part of the model to which the parameter with this name belongs."""

@@ -30,8 +30,8 @@ def with_pictures(batch: Batch, pictures: Mapping[str, Picture], config: Any) ->
         raise Refused(f"model_type {config.model_type!r} has no row for images; those with one are {known}")
     media = batch.media.with_pictures(pictures)
     positions = batch.positions
-    if (own := family.positions) is not None:
-        places = {name: own(config, picture.grid) for name, picture in media.pictures.items()}
+    if family.positions is not None:
+        places = {n: found for n, p in media.pictures.items() if (found := family.places(config, p.grid, p.clip))}
         positions = _positions(batch, media, places, family.axes)
     return replace(batch, media=_features(batch, media, family, config), positions=positions)
 
@@ -40,7 +40,7 @@ def _features(batch: Batch, media: MediaTokens, family: ImageFamily, config: Any
     """Return the media with their features alone: other tokens of an image are text. Raise ValueError for an image with
     another number of features than tokens for them."""
     medium, starts = media.medium.numpy(), ((media.medium >= 0) & (media.feature == 0)).numpy()
-    here = (medium >= 0) & np.isin(batch.ids.numpy(), family.feature_ids(config))
+    here = (medium >= 0) & np.isin(batch.ids.numpy(), family.replaced_ids(config))
     number = np.cumsum(starts) - 1  # of each token's image among all places of images
     found = np.bincount(number[here], minlength=int(starts.sum()))
     counts = [family.features(config, media.pictures[name].grid) for name in media.references]

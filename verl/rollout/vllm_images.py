@@ -28,7 +28,10 @@ def takes_images(config: Any) -> bool:
 
 
 def vllm_features(images: RequestImages, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the field `features` of a request. dtype: that in which the server computes."""
+    """Return the field `features` of a request. dtype: that in which the server computes. Raise ValueError for a
+    video, which this form does not hold."""
+    if any(picture.clip is not None for picture in images.pictures.values()):
+        raise ValueError("a video, and vLLM gets images alone; use rollout.engine=native")
     return {
         "mm_hashes": {"image": [m.reference for m in images.media]},
         "mm_placeholders": {"image": [{"offset": m.start, "length": m.tokens} for m in images.media]},

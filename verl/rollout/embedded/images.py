@@ -49,7 +49,7 @@ class ImageReader:
 
     def __init__(self, context: RolloutContext) -> None:
         self._config, self._family, self._content = context.hf_config, family_of(context.hf_config), context.pictures
-        self._feature_ids = self._family.feature_ids(self._config) if self._family is not None else ()
+        self._feature_ids = self._family.replaced_ids(self._config) if self._family is not None else ()
 
     @property
     def reads(self) -> bool:
@@ -67,8 +67,9 @@ class ImageReader:
             spans = Segment(ids=ids, source="prompt", media=tuple(media)).media
             pictures = content.of({m.reference: None for m in spans})
             positions, after = np.arange(len(ids))[None], len(ids)
-            if (of := family.positions) is not None:
-                own = {name: of(self._config, picture.grid) for name, picture in pictures.items()}
+            if family.positions is not None:
+                places = {name: family.places(self._config, p.grid, p.clip) for name, p in pictures.items()}
+                own = {name: found for name, found in places.items() if found is not None}
                 positions, after = positions_from(0, len(ids), spans, own, family.axes)
             features = [self._features(ids, m, family, pictures[m.reference].grid) for m in spans]
         except ValueError as e:

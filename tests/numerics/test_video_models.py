@@ -1,0 +1,176 @@
+"""Models that read videos: log-probs and gradients of every way to compute a batch, and log-probs of rollouts, are
+those of transformers, row by row."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rollouts import context_of, source_of
+from torch import Tensor
+from videos import GRIDS, clip_of, own_logprobs, pictures, qwen_inputs, rows, seen, video_model
+
+from verl.algorithms.losses import nll
+from verl.batch import pack
+from verl.media_tokens import Picture
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.settings import EngineSettings
+from verl.model_engine.torch_engine import TorchEngine
+from verl.models.clips import CLIPS, clip_places
+from verl.models.families import FAMILIES, banned_ids
+from verl.models.multimodal import with_pictures
+from verl.objective import Term
+from verl.rollout import hf
+from verl.rollout.base import GenerateRequest
+from verl.rollout.embedded.images import ImageReader
+from verl.rollout.native.engine import build
+from verl.rollout.native.options import Options
+from verl.rollout.vllm_images import vllm_features
+from verl.types import Sample, Sampling, Segment
+
+PATHS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "few tokens in a pass": {"max_tokens_per_microbatch": 40},
+    "not shared": {"share_prefix": False},
+    "padded": {"share_prefix": False, "attention_mode": "padded"},
+}
+
+
+@cache
+def made(kind: str) -> Any:
+    return video_model(kind).eval()
+
+
+@cache
+def expected(kind: str) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Return the log-probs of each row, and the gradients of their weighted sum, by transformers."""
+    reference, found = copy.deepcopy(made(kind)), list[Tensor]()
+    for row, weights in zip(rows(kind), shares(kind)):
+        logprobs = own_logprobs(kind, reference, row)
+        (-(logprobs * weights).sum()).backward()
+        found.append(logprobs.detach())
+    return found, {n: p.grad for n, p in reference.named_parameters()}
+
+
+def shares(kind: str) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(1)
+    return [torch.rand(row.loss_tokens, generator=rng) for row in rows(kind)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("kind", CLIPS)
+def test_every_path_has_the_logprobs_and_gradients_of_transformers(kind: str, path: str) -> None:
+    own, own_gradients = expected(kind)
+    settings = EngineSettings(dtype="float32", optim=OptimSpec(lr=0.1, weight_decay=0.0), **PATHS[path])
+    engine = TorchEngine(copy.deepcopy(made(kind)), settings)
+    batch = pack(rows(kind), share_prefix=PATHS[path].get("share_prefix", True))
+    config = made(kind).config
+    batch = with_pictures(batch, pictures(kind), config).with_columns({"w/loss": torch.cat(shares(kind))})
+    found = engine.forward_backward(batch, (Term(name="loss", fn=nll),), extra_outputs=("logprobs",))
+    torch.testing.assert_close(found.columns["logprobs"], torch.cat(own), rtol=0, atol=1e-5)
+    for name, p in engine.model.named_parameters():
+        assert own_gradients[name].abs().max() > 1e-4 and p.grad is not None, name
+        scale = float(own_gradients[name].abs().max())
+        assert float((p.grad - own_gradients[name]).abs().max()) < 1e-5 * scale + 1e-6, name
+
+
+@pytest.mark.parametrize("kind", CLIPS)
+def test_positions_are_those_of_transformers_unless_a_video_is_longer_than_wide(kind: str) -> None:
+    """There the text continues after the video, as in Qwen's own code and in the decode steps of transformers; its
+    forward pass returns to the time of the video."""
+    module = copy.deepcopy(made(kind))
+    for row in rows(kind):
+        given = qwen_inputs(kind, module, row)
+        inputs = {k: v for k, v in given.items() if "pixel" not in k and k != "position_ids"}
+        own, deltas = module.base_model.get_rope_index(**inputs)
+        batch = with_pictures(pack([row]), pictures(kind), made(kind).config)
+        assert torch.equal(batch.positions, given["position_ids"][:, 0])
+        if "long" not in row.media or kind == "qwen3_vl":
+            assert torch.equal(batch.positions, own[:, 0])
+        elif row.segments[0].media[-1].reference == "long":
+            assert int(own[0, 0, -1]) < int(batch.positions[0, -1]), "of the last token of the text"
+            grid, clip = GRIDS["long"], clip_of(kind, "long")
+            assert clip is not None
+            places, end = FAMILIES[kind].places(module.config, grid, clip)
+            assert end == places.max() + 1 > 2
+
+
+def test_the_places_of_frames() -> None:
+    from verl.models.clips import Clip
+
+    places, end = clip_places((3, 1, 2), Clip(2.5))
+    assert places.tolist() == [[0, 0, 2, 2, 5, 5], [0] * 6, [0, 1] * 3] and end == 6
+    places, end = clip_places((2, 1, 2), Clip(1.0, (3,)))
+    assert places.tolist() == [[0, 0, 2, 3, 4, 5, 5], [0, 0, 2, 3, 4, 5, 5], [0, 1, 2, 3, 4, 5, 6]] and end == 7
+
+
+class Content:
+    """The images and videos of a family, as an engine reads them."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def of(self, names: Iterable[str]) -> dict[str, Picture]:
+        return {name: pictures(self.kind)[name] for name in names}
+
+
+@pytest.mark.parametrize("engine", ["native", "passes that end inside a video", "hf"])
+@pytest.mark.parametrize("kind", CLIPS)
+def test_rollouts_have_the_logprobs_of_transformers_and_of_the_trainer(kind: str, engine: str) -> None:
+    """A group reads its video once, and no placeholder is sampled."""
+    context = context_of(made(kind).config, max_context_tokens=128, pictures=Content(kind))
+    prompts = [seen(kind, [1, 2, 3], "cut"), seen(kind, [4, 5], "cat", "long"), seen(kind, [6, 7])]
+    banned = banned_ids(made(kind).config)
+    given = [
+        GenerateRequest(
+            f"{i}/{j}",
+            prompt.ids,
+            Sampling(max_tokens=8, seed=2 * i + j, ignore_eos=True, banned=banned),
+            media=prompt.media,
+        )
+        for i, prompt in enumerate(prompts)
+        for j in range(2)
+    ]
+
+    async def run() -> None:
+        if engine == "hf":
+            rollout = hf.build(hf.Options(), context, max_prefill_tokens=64)
+        else:
+            rollout = build(Options(max_prefill_tokens=8192 if engine == "native" else 5), context)
+        await rollout.load_weights(source_of(made(kind)))
+        answers = await asyncio.gather(*map(rollout.generate, given))
+        if engine != "hf":
+            assert rollout.stats()["encoded_images"] == len(GRIDS)
+            assert rollout.stats()["prefill_tokens"] == sum(len(prompt.ids) for prompt in prompts)
+        await rollout.close()
+        samples, module = list[Sample](), copy.deepcopy(made(kind))
+        for request, answer in zip(given, answers, strict=True):
+            segments = (
+                Segment(ids=request.prompt_ids, source="prompt", media=request.media),
+                Segment(ids=answer.ids, source="sampled", logprobs=answer.logprobs, version=0),
+            )
+            names = {"sample_id": request.id, "trajectory_id": request.id, "group_id": request.id}
+            samples.append(Sample(**names, purpose="train", segments=segments, banned=True))
+            assert not {*banned} & {*answer.ids.tolist()}
+        trainer = TorchEngine(copy.deepcopy(made(kind)), EngineSettings(dtype="float32", banned=banned))
+        batch = with_pictures(pack(samples), pictures(kind), made(kind).config)
+        logprobs = np.concatenate([sample.segments[1].logprobs for sample in samples])  # type: ignore[misc]
+        np.testing.assert_allclose(logprobs, trainer.infer(batch, ("logprobs",))["logprobs"].numpy(), atol=1e-5)
+        for sample in samples:
+            own = own_logprobs(kind, module, sample, banned).detach().numpy()
+            np.testing.assert_allclose(sample.segments[1].logprobs, own, rtol=0, atol=1e-5)
+
+    asyncio.run(run())
+
+
+def test_a_video_is_not_sent_to_vllm_as_an_image() -> None:
+    context = context_of(made("qwen2_5_vl").config, pictures=Content("qwen2_5_vl"))
+    prompt = seen("qwen2_5_vl", [1, 2], "cut")
+    with pytest.raises(ValueError, match="a video, and vLLM gets images alone"):
+        vllm_features(ImageReader(context).of("r", prompt.ids, prompt.media), torch.float32)  # type: ignore[arg-type]
