@@ -174,7 +174,7 @@ def test_rows_are_read_by_the_headers_of_their_images(
         read.append(0)
         return io.BufferedReader(Counted(path))
 
-    monkeypatch.setattr(images, "_opened", counting)
+    monkeypatch.setattr(images, "opened_file", counting)
     monkeypatch.setattr(images, "decoded_image", lambda *given: pytest.fail("pixels are read"))
     rows = [row("<image>a", images=[f"{k}.png"]) for k in range(200)]
     table = load(*rows)
