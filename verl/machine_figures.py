@@ -25,8 +25,9 @@ CPU_WIDTH, CARD_WIDTH = 2048, 8192
 def write_figures(file: Path) -> str:
     """Measure the devices of this machine and write their cluster file. Return its text. Raise Refused if the file
     exists."""
-    if file.exists():
-        raise Refused(f"{file} exists: name another file, or move it away")
+    if file.exists() or not file.parent.is_dir():
+        why = "exists" if file.exists() else f"there is no folder {file.parent}"
+        raise Refused(f"{file}: {why}: name another file")
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda", 0) if cards else torch.device("cpu")
     dtype = torch.bfloat16 if cards else torch.float32

@@ -69,6 +69,13 @@ def test_learned_figures_are_those_with_which_the_run_was_made(
     assert predicted_seconds(run, again) == pytest.approx({**made, "experience": run.seconds["experience"]})
 
 
+def test_a_run_that_no_share_explains_teaches_nothing(arguments: list[str], tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", arguments, {**PHASES, "update": 1e-7, "update_critic": 1e-7})
+    assert "compute_share" not in learned_figures(measured_run(run), AT)
+    page = beside(run, AT)
+    assert "no share up to 1 explains the update: a rate of H100 is too low" in page and "they agree" not in page
+
+
 def test_a_run_is_shown_beside_its_prediction(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +95,9 @@ def test_a_run_is_shown_beside_its_prediction(
     [
         ((), 1, "1 steps with times"),
         (("cluster.backend=ray", "cluster.ranks_per_node=16"), 3, "the run has 16 ranks, the cluster file 8 x H100"),
-        (("pipeline.placement=split", "rollout.replicas=2"), 3, "its roles have devices of their own"),
+        (("pipeline.placement=split", "rollout.replicas=2"), 3, "have devices of their own"),
+        (("pipeline.staleness=1",), 3, "have devices of their own"),
+        (("parallel.context=2", "cluster.backend=ray", "cluster.ranks_per_node=2"), 3, "parallel.context: the planner"),
     ],
 )
 def test_a_run_that_cannot_be_compared_is_refused(
@@ -114,5 +123,7 @@ def test_this_machine_is_measured_into_a_cluster_file(
     assert (at.device.item_bytes, at.device.memory_gb > 0.5) == (4, True)
     assert main(["doctor", f"cluster_file={file}"]) == 2
     assert "exists: name another file" in capsys.readouterr().err
+    assert main(["doctor", f"cluster_file={tmp_path / 'none' / 'here.yaml'}"]) == 2
+    assert "there is no folder" in capsys.readouterr().err
     assert main(["doctor", f"cluster_file={tmp_path / 'other.yaml'}", "a_run"]) == 2
     assert "takes no a_run" in capsys.readouterr().err

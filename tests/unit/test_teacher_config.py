@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from verl.algorithms.presets import knobs
 from verl.config.adapter import base_of
-from verl.config.compat.table import DISTILLATION
+from verl.config.compat.table import DISTILLATION, key_rows, unknown_key
 from verl.config.compat.trl import TRAINER
 from verl.config.load import load_config, validate
 from verl.config.tree import leaves
@@ -234,6 +234,15 @@ def test_every_field_of_trl_is_in_the_table():
     assert {*TRL_OWN.split()} <= DISTILLATION.keys()
 
 
+def test_verls_own_keys_come_before_names_of_trl():
+    """One that ends like a field of TRL may be of another role: the critic's rate, the evaluation's temperature."""
+    for key, row in key_rows().items():
+        if row.action == "mapped" and key not in leaves() and not key.endswith(".*"):
+            assert "TRL" not in unknown_key(key)
+    assert "here it is critic.weight_decay" in unknown_key("critic.optim.weight_decay")
+    assert "here it is eval.temperature" in unknown_key("actor_rollout_ref.rollout.val_kwargs.temperature")
+
+
 GRPO_OWN = """beta cast_lm_head_to_fp32 delta entropy_coef epsilon epsilon_high generation_batch_size
 importance_sampling_level learning_rate loss_type lr_scheduler_type mask_truncated_completions max_completion_length
 max_steps num_generations num_generations_eval num_iterations num_train_epochs off_policy_mask_threshold
@@ -250,6 +259,7 @@ def test_a_name_of_trl_below_a_section_is_found_and_ours_go_first(base):
     for typed, ours in (
         ("optim.learning_rate", "TRL's name; here: optim.lr"),
         ("algorithm.epsilon", "write algorithm"),
+        ("agent.max_steps", "did you mean"),
     ):
         with pytest.raises(ValueError, match=f"unknown key '{typed}': {ours}"):
             load_config([*base, f"{typed}=1"])

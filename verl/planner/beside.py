@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from verl.config.devices import colocated
 from verl.config.load import read_config
 from verl.config.schema import Config
 from verl.errors import Refused
@@ -27,6 +28,8 @@ PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Stage of the planner -> the phases of a step that it predicts."""
 LENGTHS = ("prompt_length/mean", "response_length/mean")
 HALVINGS, ROUNDS = 40, 6
+AGREES = 0.01
+"""The relative error with which a prediction and a measurement agree."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +52,13 @@ def measured_run(run: Path) -> MeasuredRun:
     if not (run / "config.yaml").is_file():
         raise Refused(f"{run}: no config.yaml: not the folder of a run")
     config = read_config(run / "config.yaml")
-    if config.cluster.pools or config.pipeline.placement == "split":
-        raise Refused(f"{run}: its roles have devices of their own; runs on shared devices are compared")
+    if config.cluster.pools or not colocated(config):
+        raise Refused(f"{run}: its rollout or roles have devices of their own; runs on shared devices are compared")
+    p = config.parallel
+    if others := [
+        name for name, n in (("expert", p.expert), ("context", p.context), ("sequence", p.sequence)) if n > 1
+    ]:
+        raise Refused(f"{run}: parallel.{others[0]}: the planner's seconds know tensor and pipeline parallelism alone")
     lines = [line.values for line in read_metrics(run) if {"timing_s/rollout", *LENGTHS} <= {*line.values}]
     if len(lines) < 2:
         raise Refused(f"{run}: {len(lines)} steps with times; two or more are compared, without the first")
@@ -93,7 +101,8 @@ def _work(run: MeasuredRun) -> StepWork:
 
 def learned_figures(run: MeasuredRun, at: Nodes) -> dict[str, float]:
     """Return figures with which the planner predicts this run: `compute_share` by its updates; by its rollout `step_ms`
-    if it took longer than reading memory does, else `bandwidth_share`."""
+    if it took longer than reading memory does, else `bandwidth_share`. A share above 1 would be needed for a figure
+    that is left out: the device is faster than its rates."""
     out = dict[str, float]()
     for _ in range(ROUNDS):  # an update reads memory too, and prompts are products too
         out |= _by_update(run, at, out)
@@ -102,8 +111,10 @@ def learned_figures(run: MeasuredRun, at: Nodes) -> dict[str, float]:
 
 
 def _by_update(run: MeasuredRun, at: Nodes, known: Mapping[str, float]) -> dict[str, float]:
-    wanted = run.seconds.get("update")
-    return {} if wanted is None else {"compute_share": _solved(run, at, known, "compute_share", "update", wanted)}
+    if (wanted := run.seconds.get("update")) is None:
+        return {}
+    share = _solved(run, at, known, "compute_share", "update", wanted)
+    return {} if share is None else {"compute_share": share}
 
 
 def _by_rollout(run: MeasuredRun, at: Nodes, known: Mapping[str, float]) -> dict[str, float]:
@@ -114,7 +125,7 @@ def _by_rollout(run: MeasuredRun, at: Nodes, known: Mapping[str, float]) -> dict
     if wanted >= least:
         return {"step_ms": (wanted - least) / (more - least)}
     share = _solved(run, at, without | {"step_ms": 0.0}, "bandwidth_share", "rollout", wanted)
-    return {"step_ms": 0.0, "bandwidth_share": share}
+    return {"step_ms": 0.0} | ({} if share is None else {"bandwidth_share": share})
 
 
 def _with(at: Nodes, figures: Mapping[str, float]) -> Nodes:
@@ -130,14 +141,21 @@ def _with(at: Nodes, figures: Mapping[str, float]) -> Nodes:
     )
 
 
-def _solved(run: MeasuredRun, at: Nodes, known: Mapping[str, float], share: str, stage: str, wanted: float) -> float:
-    """Return the value of a share, at most 1, with which the predicted seconds of a stage are those wanted. They fall
-    with the share."""
-    low, high = 1e-6, 1.0
+def _solved(
+    run: MeasuredRun, at: Nodes, known: Mapping[str, float], share: str, stage: str, wanted: float
+) -> float | None:
+    """Return the value of a share with which the predicted seconds of a stage are those wanted; None if there is none
+    up to 1. The seconds fall with the share."""
+
+    def seconds(value: float) -> float:
+        return predicted_seconds(run, _with(at, {**known, share: value}))[stage]
+
+    low, high = 1e-9, 1.0
+    if not seconds(high) <= wanted <= seconds(low):
+        return None
     for _ in range(HALVINGS):
         middle = math.sqrt(low * high)
-        slower = predicted_seconds(run, _with(at, {**known, share: middle}))[stage] > wanted
-        low, high = (middle, high) if slower else (low, middle)
+        low, high = (middle, high) if seconds(middle) > wanted else (low, middle)
     return high
 
 
@@ -156,6 +174,14 @@ def beside(run: Path, at: Nodes) -> str:
     rows.append(("the rest of a step", "-", f"{max(rest, 0.0):.3g}", ""))
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-    figures = ", ".join(f"{name}: {value:.3g}" for name, value in learned_figures(found, at).items())
+    learned = learned_figures(found, at)
+    again = predicted_seconds(found, _with(at, learned))
+    figures = ", ".join(f"{name}: {value:.3g}" for name, value in learned.items())
+    apart = [stage for stage in ("rollout", "update") if stage in found.seconds]
+    apart = [stage for stage in apart if not math.isclose(again[stage], found.seconds[stage], rel_tol=AGREES)]
+    agreed = f"with these figures they agree: {figures}"
+    if apart:
+        agreed = f"no share up to 1 explains the {' and the '.join(apart)}: a rate of {at.device.name} is too low in the file"
+        agreed += f" ({figures})" if figures else ""
     lengths = f"answers of {found.response_tokens:.4g} tokens to prompts of {found.prompt_tokens:.4g}, on average"
-    return "\n".join([f"{run} on {at.device.name} ({lengths})", *lines, f"with these figures they agree: {figures}"])
+    return "\n".join([f"{run} on {at.device.name} ({lengths})", *lines, agreed])

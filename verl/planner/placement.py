@@ -6,7 +6,6 @@ an answer is given."""
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -211,14 +210,15 @@ def corners(placed: PlacedRun) -> tuple[Nodes, Nodes]:
 def smallest_cluster(config: Config, cluster: Sequence[Nodes], work: StepWork, deadline_s: float) -> list[PlacedRun]:
     """Return the placements on the fewest devices of a node group on which the best step takes at most `deadline_s`,
     for the group where these devices cost least. Raise Refused with the seconds of the fastest step if none does."""
+    if len({at.price_per_hour > 0 for at in cluster}) > 1:
+        raise Refused("deadline_s: some groups of the cluster file have a price_per_hour; give it to all or none")
     found = list[tuple[float, int, list[PlacedRun]]]()
     for at in cluster:
         counts = device_counts(at)
-        # more devices are never slower
-        first = bisect.bisect_left(counts, -deadline_s, key=lambda n: -_fastest_s(config, some_devices(at, n), work))
-        if first < len(counts):
-            best = best_placements(config, [some_devices(at, counts[first])], work)
-            found.append((counts[first] * at.price_per_hour, counts[first], best))
+        first = next((n for n in counts if _fastest_s(config, some_devices(at, n), work) <= deadline_s), None)
+        if first is not None:
+            best = best_placements(config, [some_devices(at, first)], work)
+            found.append((first * at.price_per_hour, first, best))
     if not found:
         step_s = best_placements(config, cluster, work)[0].placement.step_s
         devices = " or ".join(f"{at.devices} x {at.device.name}" for at in cluster)

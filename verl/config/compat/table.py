@@ -213,13 +213,13 @@ def unknown_key(key: str, origin: str = "", value: str = "VALUE") -> str:
         return f"{message}: a section; its keys are {', '.join(below)}"
     if (field := key.removeprefix("peft_config.")) in PEFT:
         return f"{message}: PEFT's name; here: {PEFT[field]}"
-    section, _, name = key.rpartition(".")
-    of_trl = {**TRAINER, **DISTILLATION}
-    if name in of_trl and not (section == "algorithm" and name in knobs()):
-        return f"{message}: TRL's name; here: {of_trl[name]}"
     rows = key_rows()
     if key in rows and rows[key].action == "mapped":
         return f"{message}: verl's name, only on the command line; here it is {' and '.join(rows[key].targets)}"
+    section, _, name = key.rpartition(".")
+    ours = {**TRAINER, **DISTILLATION}.get(name, "")
+    if ours and (not section or ours.startswith(f"{section}.")) and not (section == "algorithm" and name in knobs()):
+        return f"{message}: TRL's name; here: {ours}"
     if section in ("", "algorithm") and name in knobs():
         return f"{message}: write {written(name, value)}"
     theirs = (k for k in rows if not k.endswith(".*") and k not in leaves())

@@ -9,7 +9,7 @@ from types import MappingProxyType
 _MICRO = (
     "step.max_tokens_per_microbatch: tokens of a pass; a step has step.prompts_per_step x step.samples_per_prompt rows"
 )
-_TRACK = "track.sinks and track.project"
+_STEPS = "; a step has step.updates_per_step x step.epochs_per_step optimizer steps, which TRL counts"
 TRAINER: Mapping[str, str] = MappingProxyType(
     {
         # -- transformers' TrainingArguments
@@ -23,7 +23,7 @@ TRAINER: Mapping[str, str] = MappingProxyType(
         "warmup_steps": "optim.warmup_steps",
         "warmup_ratio": "optim.warmup_ratio",
         "optim_args": "optim.options",
-        "max_steps": "run.total_steps",
+        "max_steps": f"run.total_steps{_STEPS}",
         "num_train_epochs": "run.total_epochs",
         **dict.fromkeys(
             ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"), _MICRO
@@ -39,13 +39,13 @@ TRAINER: Mapping[str, str] = MappingProxyType(
         "full_determinism": "run.deterministic=true",
         "data_seed": "data.seed",
         "dataloader_num_workers": "data.num_workers",
-        "save_steps": "run.save_every_steps",
+        "save_steps": f"run.save_every_steps{_STEPS}",
         "save_total_limit": "run.keep_last_checkpoints",
         **dict.fromkeys(("load_best_model_at_end", "metric_for_best_model"), "run.keep_best"),
-        "eval_steps": "run.eval_every_steps",
+        "eval_steps": f"run.eval_every_steps{_STEPS}",
         "eval_on_start": "run.eval_before",
         **dict.fromkeys(("logging_steps", "logging_strategy"), "every step is in metrics.jsonl"),
-        "report_to": _TRACK,
+        "report_to": "track.sinks and track.project",
         "run_name": "run.name",
         "output_dir": "run.root_dir and run.name",
         "resume_from_checkpoint": "run.resume",
@@ -57,8 +57,8 @@ TRAINER: Mapping[str, str] = MappingProxyType(
         "max_prompt_length": "data.max_prompt_tokens",
         "num_generations_eval": "eval.samples_per_prompt",
         "num_iterations": "step.epochs_per_step",
-        "steps_per_generation": "step.updates_per_step",
-        "epsilon": "algorithm.clip_low",
+        "steps_per_generation": "step.updates_per_step: optimizer steps, where TRL counts passes",
+        "epsilon": "algorithm.clip_low and algorithm.clip_high: TRL's is both, if epsilon_high is not given",
         "epsilon_high": "algorithm.clip_high",
         "delta": "algorithm.options.ratio_max",
         "loss_type": "algorithm.name (`verl show algorithms`) and algorithm.aggregation",
