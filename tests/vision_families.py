@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -171,8 +172,14 @@ KINDS: dict[str, Kind] = {
 }
 
 
-@cache
 def model(kind: str) -> Any:
+    """Return a model of the kind with its random weights. It is the caller's own: what one test adds to it, such as
+    factors without values, is in no other test's model."""
+    return copy.deepcopy(_first(kind))
+
+
+@cache
+def _first(kind: str) -> Any:
     return random_model(kind, {})
 
 
@@ -212,7 +219,8 @@ class Content:
 
 def seen(kind: str, text: list[int], *names: str, source: Any = "prompt") -> Segment:
     """Return a segment of text with these images after its first token. Within an image, START is text."""
-    config, family = model(kind).config, family_of(model(kind).config)
+    config = _first(kind).config
+    family = family_of(config)
     assert family is not None
     ids, media = text[:1], list[Medium]()
     for name in names:

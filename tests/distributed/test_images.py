@@ -170,7 +170,7 @@ def test_further_families_over_two_ranks(kind: str) -> None:
         settings = EngineSettings(
             dtype="float64", optim=OptimSpec(lr=0.1), max_tokens_per_microbatch=100, pictures=cast(Pictures, images)
         )
-        own = copy.deepcopy(vision_families.model(kind))
+        own = vision_families.model(kind)
         batch = with_pictures(pack(given), vision_families.pictures(kind), own.config)
         weights = torch.rand(batch.num_loss_tokens, generator=torch.Generator().manual_seed(1))
         batch = part_of(batch.with_columns({"w/loss": weights}), np.array(rows_of))
