@@ -375,6 +375,8 @@ def _print_placement(config: Config, given: Mapping[str, str]) -> None:
         lengths = lognormal(work.response_tokens, sigma, config.rollout.max_response_tokens)
         found = paced(config, found, work, lengths)
     print(render(config, found, work))
+    if "deadline_s" in given and found[0].seconds(config) > float(given["deadline_s"]):
+        print("the simulated step is longer than deadline_s: its formula has no tail of long answers and no waits")
 
 
 def simulate_verb(args: list[str]) -> int:

@@ -181,7 +181,7 @@ def beside(run: Path, at: Nodes) -> str:
     apart = [stage for stage in apart if not math.isclose(again[stage], found.seconds[stage], rel_tol=AGREES)]
     agreed = f"with these figures they agree: {figures}"
     if apart:
-        agreed = f"no share up to 1 explains the {' and the '.join(apart)}: a rate of {at.device.name} is too low in the file"
+        agreed = f"no share up to 1 explains the {' and the '.join(apart)}: a rate of {at.device.name} is too low"
         agreed += f" ({figures})" if figures else ""
     lengths = f"answers of {found.response_tokens:.4g} tokens to prompts of {found.prompt_tokens:.4g}, on average"
     return "\n".join([f"{run} on {at.device.name} ({lengths})", *lines, agreed])
