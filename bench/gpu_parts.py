@@ -248,12 +248,12 @@ class Bench:
 
     async def _decode_rate(self, rows: int, context: int) -> float:
         """Return tokens per second between the first and the last tenth of the answers, with about `context` tokens
-        before each."""
+        before each; of all of them if they have ended before they were first counted."""
         tokens = self.sizes.tokens
         engine = self._engine(rows, context + tokens)
         await engine.load_weights(FolderWeights(self.model))
         await self._asked(engine, "warm", rows, 4, 8)
-        before = engine.stats()["sampled_tokens"]
+        before, asked_s = engine.stats()["sampled_tokens"], time.perf_counter()
         running = asyncio.ensure_future(self._asked(engine, "timed", rows, context - tokens // 2, tokens))
 
         async def reaches(share: float) -> tuple[int, float]:
@@ -264,7 +264,9 @@ class Bench:
         (first, began_s), (last, ended_s) = await reaches(0.1), await reaches(0.9)
         await running
         await engine.close()
-        return (last - first) / max(ended_s - began_s, 1e-9)
+        if last == first:
+            return last / (ended_s - asked_s)
+        return (last - first) / (ended_s - began_s)
 
     async def _prefill_s(self, count: int, tokens: int) -> float:
         engine = self._engine(count, tokens + 1)

@@ -107,7 +107,7 @@ def published(number: int, change: Callable[[dict[str, Tensor]], object] | None 
 def test_a_publish_in_place_reads_a_device_a_fixed_number_of_times() -> None:
     few, many = published(2), published(9)
     assert few == many and set(many) == {"_to_copy"}
-    assert len(many) == 5, "values, extremes, checksums and masters of the trainer; checksums of the replica"
+    assert len(many) == 4, "values, extremes and checksums of the trainer; checksums of the replica"
 
 
 @pytest.mark.parametrize("name", ["w0", "w8"])
