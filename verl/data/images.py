@@ -46,7 +46,7 @@ from verl.errors import Refused
 from verl.models.clips import CLIPS
 from verl.models.expand import Expander, Expansion, expander
 from verl.models.families import ImageFamily, family_name, family_of
-from verl.models.image_files import SETTINGS, decoded_image, image_processor, image_size
+from verl.models.image_files import decoded_image, image_processor, image_size
 from verl.models.video_files import video_facts
 from verl.models.videos import FILES, Encode, VideoReader, video_reader
 from verl.types import TaskImage
@@ -80,9 +80,9 @@ class ImageFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageRules:
-    """Reads the images of rows for one model. digest: a hash of the files on which an image's tokens depend, beside its
-    tokenizer · content: the folder for content that is no file · videos: rows may have videos, if the model reads
-    them"""
+    """Reads the images of rows for one model. digest: a hash of the files on which an image's tokens and pixels depend,
+    beside its tokenizer · content: the folder for content that is no file · videos: rows may have videos, if the model
+    reads them"""
 
     folder: Path = field(repr=False)
     content: Path = field(repr=False)
@@ -255,7 +255,7 @@ def image_rules(folder: Path, content: Path, tokenizer: Any, videos: bool) -> Im
     if family_name(config) is None:
         return None
     digest = hashlib.blake2b(repr(sorted(config.items())).encode(), digest_size=16)
-    for settings in (folder / file for file in (FILES if config.get("model_type") in CLIPS else (SETTINGS,))):
+    for settings in (folder / file for file in FILES):  # the first one may have settings of images too
         if settings.is_file():
             digest.update(settings.read_bytes())
     return ImageRules(folder, content, digest.hexdigest(), tokenizer, videos)

@@ -89,7 +89,7 @@ def load_pairs(
     digest = hashlib.blake2b(digest_size=16)
     for name in ("ids_lengths", "ids", "mask"):
         digest.update(arrays[name].tobytes())
-    return PairTable(pairs, report, digest.hexdigest() + images_key(arrays))
+    return PairTable(pairs, report, digest.hexdigest() + images_key(arrays, images))
 
 
 @dataclass(kw_only=True)

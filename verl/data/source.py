@@ -189,10 +189,11 @@ def load_conversations(
             "data.truncation=middle: a conversation cut in its middle joins words that nobody wrote."
             " Fix: error, left or right"
         )
-    job = ConversationJob(tokenizer, cfg, template_kwargs or {}, stops, images=rules_of_model(model, cfg, tokenizer))
+    images = rules_of_model(model, cfg, tokenizer)
+    job = ConversationJob(tokenizer, cfg, template_kwargs or {}, stops, images=images)
     arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)
-    return ConversationTable(arrays, report, key + images_key(arrays))
+    return ConversationTable(arrays, report, key + images_key(arrays, images))
 
 
 def rules_of_model(
@@ -205,11 +206,15 @@ def rules_of_model(
     return image_rules(model, cache_path(cfg.cache_dir, "").parent / "media", tokenizer, videos)
 
 
-def images_key(arrays: Mapping[str, np.ndarray]) -> str:
-    """Return a hash of the sizes of all images of a table, which are the same on every node; "" if it has none."""
+def images_key(arrays: Mapping[str, np.ndarray], rules: ImageRules | None) -> str:
+    """Return a hash of the sizes of all images of a table and of how they become pixels, which are the same on every
+    node; "" if it has none."""
     parts = _entries_of(arrays)
     sizes = [(i.num_bytes, i.start, i.tokens, i.head) for images in parts for i in images]
-    return hashlib.blake2b(repr(sizes).encode(), digest_size=16).hexdigest() if sizes else ""
+    if not sizes:
+        return ""
+    assert rules is not None, "without rules, rows with images are refused"
+    return hashlib.blake2b(repr((rules.digest, sizes)).encode(), digest_size=16).hexdigest()
 
 
 def refuse_empty(report: LoadReport) -> None:

@@ -150,7 +150,8 @@ async def _logprobs(learner: Learner, made: Callable[[StoreImage], list[Sample]]
 
 
 def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers:
-    """Join the processes that torchrun started, after a check that all of them have read the same rows."""
+    """Join the processes that torchrun started, after a check that all of them have read the same rows, and images in
+    the same way."""
     from verl.workers.spmd import join_processes  # one process needs no torch.distributed
 
     wait_s = config.run.wait_timeout_s
@@ -160,7 +161,7 @@ def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers
         if key != keys[0]:
             raise Refused(
                 f"rank {number} has read other rows than rank 0: data.train_files and data.eval_files must be the same "
-                "files on every node"
+                "files on every node, and so must the settings of images in model.path"
             )
     return drivers
 
