@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from vision import IMAGE, chat_folder, png
 
 from verl.config.load import load_config
+from verl.driver import generate
 from verl.driver.generate import generate_file
 from verl.driver.launch import run_eval
+from verl.errors import Refused
 from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
 
@@ -86,6 +89,61 @@ def test_a_file_gets_the_answers_of_transformers_and_keeps_its_columns(
     expected = [tokenizer.decode(ids, skip_special_tokens=True) for ids in greedy(folder, data, 6)]
     assert [row["responses"] for row in found] == [[text] * 2 for text in expected] and len({*expected}) > 1
     assert stores and all(len(store) == 0 for store in stores)
+
+
+def files(tmp_path: Path) -> Path:
+    """Return rows with the paths of images, of which the third is damaged behind its header, and one without."""
+    for k, size in enumerate(SIZES):
+        content = png(*size, k)
+        if k == 2:
+            at = content.index(b"IDAT") + 8
+            content = content[:at] + bytes(8) + content[at + 8 :]
+        (tmp_path / f"{k}.png").write_bytes(content)
+    prompts = [[{"role": "user", "content": f"<image>{k}?"}] for k in range(3)] + [[{"role": "user", "content": "q"}]]
+    rows = {"prompt": prompts, "images": [*([f"{k}.png"] for k in range(3)), None], "ground_truth": list("1234")}
+    pq.write_table(pa.table(rows), tmp_path / "files.parquet")
+    return tmp_path / "files.parquet"
+
+
+def test_rows_with_an_image_that_is_lost_have_no_answers_and_the_others_are_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, put, held = list[tuple[str, bool]](), MemoryMedia.put, generate.images_held
+
+    def recorded(self: MemoryMedia, content: bytes, owner: str) -> str:
+        stored.append((owner, threading.current_thread() is threading.main_thread()))
+        return put(self, content, owner)
+
+    def lost(store: Any, images: Any, owner: str) -> Any:
+        if owner == "generate/1":
+            (tmp_path / "1.png").unlink(missing_ok=True)
+        return held(store, images, owner)
+
+    monkeypatch.setattr(MemoryMedia, "put", recorded)
+    monkeypatch.setattr(generate, "images_held", lost)
+    given = ("rollout.max_response_tokens=6", "data.max_prompt_tokens=32", "step.samples_per_prompt=2")
+    args = small_args(tmp_path, folder, [files(tmp_path)], *given)
+    out = tmp_path / "out.parquet"
+    with pytest.raises(Refused, match=r"row 2 has no answer: .*1\.png: No such file.* 2 of 4 rows .*out.parquet\. Fix"):
+        generate_file(load_config(args).config, out)
+    assert [len(row["responses"] or ()) for row in pq.read_table(out).to_pylist()] == [2, 0, 0, 2]
+    assert stored == [("generate", False), ("generate/2", False)], "once for a prompt, and by a thread"
+
+
+def test_an_image_that_changes_while_the_model_is_loaded_is_named_before_the_first_answer(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = generate.rollout_engine
+
+    def changed(*parts: Any, **more: Any) -> Any:
+        (tmp_path / "1.png").write_bytes(b"another")
+        return made(*parts, **more)
+
+    monkeypatch.setattr(generate, "rollout_engine", changed)
+    monkeypatch.setattr(generate, "images_held", lambda *given: pytest.fail("an answer is begun"))
+    args = small_args(tmp_path, folder, [files(tmp_path)], "data.max_prompt_tokens=32")
+    with pytest.raises(Refused, match=r"row 2: .*1\.png: the file was changed after the rows were read\. Fix"):
+        generate_file(load_config(args).config, tmp_path / "out.parquet")
 
 
 def test_an_evaluation_shows_the_images_to_the_model_and_to_the_reward(

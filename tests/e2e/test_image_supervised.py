@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -171,10 +172,18 @@ def test_a_frozen_tower_encodes_each_image_once_and_no_image_is_left_in_the_stor
     encoded, stores, make, real = list[Any](), list[MemoryMedia](), MemoryMedia.__init__, KeptFeatures._on_host
     monkeypatch.setattr(KeptFeatures, "_on_host", lambda self, p: (encoded.append(p.grid), real(self, p))[1])
     monkeypatch.setattr(MemoryMedia, "__init__", lambda self: (make(self), stores.append(self))[0])
+    here, put = list[bool](), MemoryMedia.put
+
+    def recorded(self: MemoryMedia, content: bytes, owner: str) -> str:
+        here.append(threading.current_thread() is threading.main_thread())
+        return put(self, content, owner)
+
+    monkeypatch.setattr(MemoryMedia, "put", recorded)
     frozen = "model.freeze=[vision,projector]"
     run("sft", tmp_path, folder, rows, frozen, "run.total_steps=3", "step.prompts_per_step=4", "optim.lr=1e-3")
     assert sorted(encoded) == sorted((1, h // 2, w // 2) for w, h in SIZES), "once in three steps and evaluations"
     assert stores and all(len(store) == 0 for store in stores)
+    assert here and not any(here), "a large file does not hold the event loop up"
     before, after = (model_of(f).state_dict() for f in (folder, tmp_path / "r" / "checkpoints" / "step_3" / "hf"))
     changed = {name for name, p in before.items() if not torch.equal(p, after[name])}
     assert changed and not any(".visual." in name for name in changed)

@@ -19,7 +19,8 @@ from verl.driver.evaluate import evaluate
 from verl.driver.queue_rows import QueueRows
 from verl.driver.record import SampleRecorder
 from verl.driver.replay import put_recorded, recorded_sample
-from verl.driver.task_media import TaskMedia
+from verl.driver.task_media import TaskMedia, images_stored
+from verl.errors import Refused
 from verl.track.samples import read_samples
 from verl.transfer_queue import shared
 from verl.transfer_queue.base import MediaStore, TransferQueue, copy_media
@@ -259,6 +260,16 @@ def test_a_task_that_is_cancelled_while_its_images_are_stored_leaves_none(
             return len(store)
 
     assert asyncio.run(played()) == 3 and len(store) == 0
+
+
+def test_rows_whose_store_was_released_leave_no_image_in_it(store: MediaStore, tmp_path: Path) -> None:
+    """The thread that makes rows continues after the wait for it is cancelled."""
+    a, b, _ = task_with_images(tmp_path).images
+    with images_stored(store, "rows") as stored:
+        assert stored(a) == stored(a._replace(start=5)) and len(store) == 1
+    with pytest.raises(Refused, match="rows are no longer wanted"):
+        stored(b)
+    assert len(store) == 0
 
 
 def test_an_evaluation_stores_the_images_of_as_many_tasks_as_the_rollout_answers_at_a_time(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,7 +144,7 @@ async def _run_of(
 async def _logprobs(learner: Learner, made: Callable[[StoreImage], list[Sample]]) -> list[np.ndarray]:
     """Return the log-probs of the trainable tokens of each row that the function makes, float32."""
     with images_stored(learner.queue.media, "rows of the start weights") as store:
-        refs = await learner.rows.put(made(store))
+        refs = await learner.rows.put(await asyncio.to_thread(made, store))
     found = await learner.done(learner.models[TRAINER].logprobs(refs), "trainer.logprobs")
     learner.rows.drop(refs)
     return found

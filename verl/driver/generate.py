@@ -23,6 +23,7 @@ from verl.config.proven import unproven
 from verl.config.schema import Config
 from verl.config.validate import validate
 from verl.data.files import expand_files, read_rows
+from verl.data.images import unchanged
 from verl.data.lost import Coverage, lost_lines
 from verl.data.source import load_tasks
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
@@ -39,7 +40,7 @@ from verl.driver.setup import (
     with_native_dtype,
 )
 from verl.driver.stopping import unless_stopped
-from verl.driver.task_media import images_stored
+from verl.driver.task_media import SAME_FILE, images_held
 from verl.errors import Refused
 from verl.rollout.base import Completion, GenerateRequest
 from verl.types import Medium, TaskImage, derive_seed
@@ -63,13 +64,15 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     decode = decoder(tokenizer)
     return [
         (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0)
-        for c in uvloop.run(unless_stopped(_generate(config, tokenizer, [Prompt(ids)], n)))
+        for answers in uvloop.run(unless_stopped(_generate(config, tokenizer, [Prompt(ids)], n)))
+        for c in _of_text(answers)
     ]
 
 
 def generate_file(config: Config, out: Path) -> int:
     """Write the rows of data.train_files with rollout answers to each, `step.samples_per_prompt` of them, as a Parquet
-    file with the column `responses`. Return the number of rows. Rows are never left out."""
+    file with the column `responses`. Return the number of rows. Rows are never left out: if an image is lost meanwhile,
+    the answers of its row are null, and Refused with the row's number is raised once the file is written."""
     if not config.data.train_files:
         raise Refused("data.train_files is empty: name the file of prompts to answer")
     config, tokenizer = _checked(config)
@@ -97,8 +100,14 @@ def generate_file(config: Config, out: Path) -> int:
     n, decode = config.step.samples_per_prompt, decoder(tokenizer)
     prompts = [Prompt(np.asarray(task.prompt_ids), task.images) for task in tasks]
     found = uvloop.run(unless_stopped(_generate(config, tokenizer, prompts, n)))
-    texts = [decode(completion.ids.tolist()) for completion in found]
-    pq.write_table(rows.append_column(ANSWERS, [[texts[i * n : (i + 1) * n] for i in range(len(tasks))]]), out)
+    texts = [None if isinstance(own, str) else [decode(one.ids.tolist()) for one in own] for own in found]
+    pq.write_table(rows.append_column(ANSWERS, pa.array(texts, pa.list_(pa.string()))), out)
+    if lost := {number: why for number, why in enumerate(found, start=1) if isinstance(why, str)}:
+        number, why = next(iter(lost.items()))
+        raise Refused(
+            f"row {number} has no answer: {why}. {len(lost)} of {len(tasks)} rows have none (null in {ANSWERS!r}), the"
+            f" others are in {out}. {SAME_FILE}"
+        )
     return len(tasks)
 
 
@@ -121,7 +130,11 @@ class Prompt(NamedTuple):
     images: tuple[TaskImage, ...] = ()
 
 
-async def _generate(config: Config, tokenizer: Any, prompts: Sequence[Prompt], n: int) -> list[Completion]:
+Answers = list[Completion] | str
+"""The answers to a prompt, or why its images could not be read."""
+
+
+async def _generate(config: Config, tokenizer: Any, prompts: Sequence[Prompt], n: int) -> list[Answers]:
     """Return n completions of each prompt, in the order of the prompts."""
     # one server is enough; no router is started
     options = {key: value for key, value in config.rollout.engine_options.items() if key != "router"}
@@ -136,18 +149,42 @@ async def _generate(config: Config, tokenizer: Any, prompts: Sequence[Prompt], n
         rollout = rollout_engine(config, tokenizer, context.devices["rollout"], media=store)
         started.push_async_callback(rollout.close)
         await sync.publish(model, [rollout], version=0, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s)
+        await asyncio.to_thread(_refuse_changed, prompts)
         sampling, waits = replace(sampling_of(config), banned=policy_banned(config, tokenizer)), Waits()
         slots = asyncio.Semaphore(config.rollout.max_concurrent_sequences)
 
-        async def answer(prompt: int, k: int) -> Completion:
-            name = f"generate/{prompt}" if prompt else "generate"
-            seed = derive_seed(config.run.seed, name, k)
-            async with slots:  # the deadline is that of one answer
-                drawn, (ids, images) = replace(sampling, seed=seed), prompts[prompt]
-                with images_stored(store, f"{name}/{k}") as stored:
-                    media = tuple(Medium(stored(image), image.start, image.tokens) for image in images)
-                    request = GenerateRequest(f"{name}/{k}", ids, drawn, prefix_key=name, media=media)
-                    wanted = rollout.generate(request)
+        async def answers(number: int, prompt: Prompt) -> Answers:
+            name = f"generate/{number}" if number else "generate"
+            drawn = [replace(sampling, seed=derive_seed(config.run.seed, name, k)) for k in range(n)]
+            requests = [GenerateRequest(f"{name}/{k}", prompt.ids, own, prefix_key=name) for k, own in enumerate(drawn)]
+            stored, first = list[tuple[Medium, ...]](), asyncio.Lock()
+
+            async def answer(request: GenerateRequest) -> Completion:
+                async with slots:  # the deadline is that of one answer
+                    async with first:  # the images are in memory from the first answer to the last one
+                        if not stored:
+                            stored.append(await shown.enter_async_context(images_held(store, prompt.images, name)))
+                    wanted = rollout.generate(replace(request, media=stored[0]))
                     return await waits.wait(wanted, waiter="generate", what="an answer", timeout_s=timeout_s)
 
-        return await asyncio.gather(*(answer(i, k) for i in range(len(prompts)) for k in range(n)))
+            async with contextlib.AsyncExitStack() as shown:
+                found = await asyncio.gather(*map(answer, requests), return_exceptions=bool(prompt.images))
+            failed = [one for one in found if isinstance(one, BaseException)]
+            for one in failed:
+                if not isinstance(one, ValueError):  # it is not about the images of this prompt
+                    raise one
+            return str(failed[0]) if failed else [one for one in found if isinstance(one, Completion)]
+
+        return await asyncio.gather(*(answers(number, prompt) for number, prompt in enumerate(prompts)))
+
+
+def _refuse_changed(prompts: Sequence[Prompt]) -> None:
+    """Raise Refused if a file of an image is another one than when the rows were read."""
+    for number, prompt in enumerate(prompts, start=1):
+        for why in filter(None, map(unchanged, prompt.images)):
+            raise Refused(f"row {number}: {why}. {SAME_FILE}")
+
+
+def _of_text(answers: Answers) -> list[Completion]:
+    assert not isinstance(answers, str), "a prompt of text has no images"
+    return answers

@@ -3,6 +3,7 @@ optimizer steps."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -99,7 +100,7 @@ async def _evaluate(run: SupervisedRun, step: Step) -> None:
 async def put_rows(learner: Learner, stage: Stage, indices: Sequence[int], names: Sequence[str]) -> Refs:
     """Put the samples of these entries into the queue, with their images and the stage's own columns."""
     with images_stored(learner.queue.media, f"rows from {names[0]}") as store:
-        samples, columns = stage.rows(indices, names, store)
+        samples, columns = await asyncio.to_thread(stage.rows, indices, names, store)  # files of images are read
         refs = await learner.rows.put(samples)
     offsets = np.cumsum([0, *(r.loss_tokens for r in refs)], dtype=np.int64)
     learner.queue.write(refs, {name: Ragged(column, offsets) for name, column in columns.items()})

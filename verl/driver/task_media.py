@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,6 +14,8 @@ from verl.data.images import unchanged
 from verl.errors import Refused
 from verl.transfer_queue.base import MediaStore
 from verl.types import Medium, Task, TaskImage
+
+SAME_FILE = "Fix: the file as it was, and the same command again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +28,30 @@ class TaskMedia:
     async def held(self, task: Task, owner: str) -> AsyncIterator[Task]:
         """Give the task with its media; the owner has their content meanwhile. If a file cannot be read, `lost`
         is the reason, and the attempts of the task are invalid."""
-        if not task.images:
-            yield task
-            return
-        assert self.store is not None, "a queue without a store refuses rows with images at the start"
-        released = threading.Event()
-        try:
+        async with AsyncExitStack() as stored:
             try:
-                media = await asyncio.to_thread(_media, self.store, task.images, owner, released)
+                media = await stored.enter_async_context(images_held(self.store, task.images, owner))
                 seen = replace(task, media=media)
             except LostImage as e:
                 seen = replace(task, lost=str(e))
             yield seen
-        finally:
-            released.set()
-            self.store.drop([owner])
+
+
+@asynccontextmanager
+async def images_held(
+    store: MediaStore | None, images: tuple[TaskImage, ...], owner: str
+) -> AsyncIterator[tuple[Medium, ...]]:
+    """Give images as media; the owner has their content meanwhile. Raise LostImage for a file that cannot be read."""
+    if not images:
+        yield ()
+        return
+    assert store is not None, "a queue without a store refuses rows with images at the start"
+    released = threading.Event()
+    try:
+        yield await asyncio.to_thread(_media, store, images, owner, released)
+    finally:
+        released.set()
+        store.drop([owner])
 
 
 class LostImage(ValueError):
@@ -49,9 +60,9 @@ class LostImage(ValueError):
 
 @contextmanager
 def images_stored(store: MediaStore | None, owner: str) -> Iterator[Callable[[TaskImage], str]]:
-    """Give a function that stores the content of an image and returns its reference. The owner has the content
-    meanwhile. Raise Refused for a file that cannot be read."""
-    kept: dict[TaskImage, str] = {}
+    """Give a function that stores the content of an image and returns its reference; one thread at a time may call it.
+    The owner has the content meanwhile. Raise Refused for a file that cannot be read."""
+    kept, released = dict[TaskImage, str](), threading.Event()
 
     def stored(image: TaskImage) -> str:
         assert store is not None, "a queue without a store refuses rows with images at the start"
@@ -60,13 +71,17 @@ def images_stored(store: MediaStore | None, owner: str) -> Iterator[Callable[[Ta
             try:
                 kept[image] = store.put(_content(image), owner)
             except LostImage as e:
-                raise Refused(f"{e}. Fix: the file as it was, and the same command again") from e
+                raise Refused(f"{e}. {SAME_FILE}") from e
+            if released.is_set():  # a cancelled wait does not end its thread
+                store.drop([owner])
+                raise Refused(f"{image.path}: {owner} are no longer wanted")
         return kept[image]
 
     try:
         yield stored
     finally:
-        if kept and store is not None:
+        released.set()
+        if store is not None:
             store.drop([owner])
 
 
