@@ -101,7 +101,7 @@ class VerlTrainer:
                 f"peft_config with algorithm={config.algorithm!r}: its critic would hold a second base; {fix}"
             )
         inner = _inner_config(config, model.path)
-        context, self._checkpoint_engine = context_of(inner), checkpoint_engine(inner)
+        context, self._checkpoint_engine = context_of(inner, tokenizer=tokenizer), checkpoint_engine(inner)
         self._banned = policy_banned(inner, tokenizer)
         settings = EngineSettings(dtype=config.dtype, device=context.device, banned=self._banned)
         trained = replace(

@@ -13,15 +13,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from image_tokenizers import KINDS, TILES, built, folder_of, tokenizer_of
+from image_tokenizers import KINDS, TILES, built, folder_of, marked_folder, tokenizer_of
 from PIL import Image
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.processing_utils import ProcessorMixin
 from vision import png
 from vision_families import KINDS as MODELS
 
+from verl.checkpoint.loadable import exact_config
+from verl.config.load import load_config
 from verl.config.schema import DataConfig
 from verl.data.source import load_conversations, load_tasks
+from verl.driver.assemble import context_of
+from verl.driver.banned import policy_banned
+from verl.driver.models import role_spec
 from verl.errors import Refused
 from verl.models.expand import banned_tokens, expander
 from verl.models.families import family_of
@@ -185,3 +190,13 @@ def test_crops_beside_an_image_are_refused(tmp_path: Path) -> None:
 
 def test_every_family_of_the_table_is_here() -> None:
     assert {*KINDS} == {kind for kind in MODELS if not kind.startswith("qwen")}
+
+
+def test_models_leave_out_the_ids_that_the_tokenizer_of_the_run_marks(tmp_path: Path) -> None:
+    """The folder's own tokenizer has one mark more."""
+    folder, given = marked_folder("smolvlm", tmp_path), tokenizer_of("smolvlm", without=TILES[0])
+    config = load_config([f"model.path={folder}"]).config
+    context = context_of(config, tokenizer=given)
+    wanted = policy_banned(config, given)
+    assert role_spec(context, "ref").context.banned == wanted
+    assert {*policy_banned(config)} > {*wanted} == {*banned_tokens(exact_config(folder), given)}

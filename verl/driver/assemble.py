@@ -135,8 +135,8 @@ async def _run_of(
     if algorithm.critic is not None and updates == 0:
         warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
         progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
-    total, crash_dir = updates_of_run(config, num_steps), claimed.path / "crash"
-    context = context_of(config, placed_roles(config), updates=total, crash_dir=crash_dir, say=progress.message)
+    shared = {"crash_dir": claimed.path / "crash", "say": progress.message, "tokenizer": tokenizer}
+    context = context_of(config, placed_roles(config), updates=updates_of_run(config, num_steps), **shared)
     refused.callback(context.cluster.close)
     refuse_images(config, tasks, eval_tasks, context.queue.media)
     models: dict[str, ModelWorkers] = {}
@@ -368,6 +368,7 @@ def context_of(
     drivers: Drivers | None = None,
     say: Callable[[str], None] = print,
     longest: int | None = None,
+    tokenizer: Any = None,
 ) -> ModelContext:
     """Build the settings that the models of these roles share, and the cluster in which they run."""
     device, layout = device_of(config), layout_of(config)
@@ -387,7 +388,8 @@ def context_of(
     cluster = import_object(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = import_object(backend_of(config, "queue").build)(options_of(config, "queue"))
     devices = {role: pools[at].computes_on for role, at in lives.items()}
-    return ModelContext(config, queue, device, updates, crash_dir, cluster, say, devices, longest=longest)
+    facts = (config, queue, device, updates, crash_dir, cluster, say, devices)
+    return ModelContext(*facts, longest=longest, tokenizer=tokenizer)
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:

@@ -104,7 +104,9 @@ async def _run_of(
     share, waits = command != "sft", Waits((claimed.records or claimed.path) / "waits.json")
     crash_dir, roles = claimed.path / "crash", (TRAINER, "compute")
     longest = config.data.max_tokens_per_row
-    context = context_of(config, roles, updates=num_steps, crash_dir=crash_dir, drivers=drivers, longest=longest)
+    context = context_of(
+        config, roles, updates=num_steps, crash_dir=crash_dir, drivers=drivers, longest=longest, tokenizer=tokenizer
+    )
     refused.callback(context.cluster.close)
     refuse_unstored(config, [one.table.has_images for one in (stage, eval_stage) if one], context.queue.media)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))

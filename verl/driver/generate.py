@@ -139,7 +139,8 @@ async def _generate(config: Config, tokenizer: Any, prompts: Sequence[Prompt], n
     # one server is enough; no router is started
     options = {key: value for key, value in config.rollout.engine_options.items() if key != "router"}
     config = replace(config, rollout=replace(config.rollout, engine_options=options))
-    context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s
+    context, sync = context_of(config, tokenizer=tokenizer), checkpoint_engine(config)
+    timeout_s = config.run.wait_timeout_s
     async with contextlib.AsyncExitStack() as started:
         started.callback(context.cluster.close)
         store = context.queue.media

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm
@@ -74,6 +74,8 @@ class ModelContext:
     """The policy's workers, once they are started."""
     longest: int | None = None
     """Tokens of the longest row of a supervised stage; None: prompt and response of the configuration."""
+    tokenizer: Any = None
+    """The run's tokenizer, which decides with the model's folder which ids are never sampled; None: it is loaded."""
 
 
 def workers_of(
@@ -370,7 +372,7 @@ def role_spec(
             layout=context.cluster.layout,
             longest=context.longest or longest_sequence(config),
             lora=lora,
-            banned=policy_banned(config),
+            banned=policy_banned(config, context.tokenizer),
             quantisation=cast(Kind, kind) if kind != "none" else None,
         ),
     )
