@@ -22,6 +22,9 @@
 #define ALLOW_STATE 0x1023 /* ARCH_REQ_XCOMP_PERM */
 #define TILE_DATA 18       /* the state of the tiles */
 
+/* What was written before it is in memory: compilers do not see which memory the instructions of tiles read. */
+#define WRITTEN(from) __asm__ volatile("" : : "r"(from) : "memory")
+
 /* 1 if this process may use tiles: the system gives them on request. */
 long has_tiles(void) { return syscall(SYS_arch_prctl, ALLOW_STATE, TILE_DATA) == 0; }
 
@@ -34,6 +37,7 @@ struct shapes_of_tiles {
 static inline void take_tiles(void) {
     struct shapes_of_tiles all = {.palette = 1};
     for (int i = 0; i < 8; i++) all.bytes[i] = 64, all.rows[i] = TALL;
+    WRITTEN(&all);
     _tile_loadconfig(&all);
 }
 
@@ -87,6 +91,7 @@ void repack_bfloat16(const bf16 *weight, bf16 *panels, long first, long width, l
 /* sums [2 TALL, PANEL] = x W^T for 32 rows, or for 16 without `second`, and the PANEL rows of a panel; more: sums += that */
 static inline __attribute__((always_inline)) void multiply_tiles(
     const bf16 *first, const bf16 *second, long ld, const bf16 *w, float *sums, long more, long deep) {
+    WRITTEN(first);
     if (more) {
         _tile_loadd(0, sums, 4 * PANEL);
         _tile_loadd(1, sums + LANES, 4 * PANEL);
