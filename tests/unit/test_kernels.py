@@ -1,5 +1,7 @@
 """The compiled decode kernels against torch's own operations."""
 
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -195,6 +197,27 @@ def test_panels_hold_the_rows_bit_for_bit(rows, depth, threads):
     assert panels.shape[1:] == (depth, found.panel_width)
     unpacked = panels.transpose(1, 2).reshape(-1, depth)
     assert torch.equal(unpacked[:rows].view(torch.int32), weight.view(torch.int32)) and not unpacked[rows:].any()
+
+
+SHORT = """
+import resource, torch
+from verl.accel.cpu.kernels import load_kernels
+kernels = load_kernels(torch.bfloat16)
+x, panels, out = (torch.zeros(size, dtype=torch.bfloat16) for size in ((1 << 19, 33), (1, 32, 32, 2), (1 << 19, 1)))
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 24), -1))
+kernels.linear(x, panels, None, out, add=False)
+"""
+
+
+@pytest.mark.slow
+def test_a_product_without_memory_for_its_rows_is_an_error_and_not_the_end_of_the_process():
+    """Rows of 33 values are copied into tiles of 64: 64 MB, where 16 are left."""
+    half = load_kernels(torch.bfloat16)
+    if isinstance(half, str) or not half.multiplies:
+        pytest.skip("this CPU has no tiles (AMX)")
+    done = subprocess.run([sys.executable, "-c", SHORT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "can't allocate memory" in done.stderr.splitlines()[-1], done.stderr
 
 
 def test_a_scan_has_the_extremes_and_the_values_that_torch_has(kernels):

@@ -302,12 +302,12 @@ void pack_float32(const float *weight, float *panels, long first, long width, lo
     }
 }
 
-/* y [n, width] = x [n, depth] W^T + bias, or with add y += that; rows of y are ld floats apart */
+/* y [n, width] = x [n, depth] W^T + bias, or with add y += that; rows of y are ld floats apart. padded is for tiles */
 static void product_float32(
-    const float *x, const float *panels, const float *bias, float *y, long ld, long n, long depth, long width, long add,
+    const float *x, const float *panels, const float *bias, float *y, float *padded, long ld, long n, long depth, long width, long add,
     long threads) {
     const long step = CACHED / depth / ROWS > 0 ? CACHED / depth / ROWS * ROWS : ROWS;
-    (void)threads;
+    (void)threads, (void)padded;
     for (long start = 0; start < n; start += step) {
         const long end = start + step < n ? start + step : n;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
@@ -401,7 +401,8 @@ struct set_rows { /* as `SetRows`: the rows first .. end have factors, which a c
 struct sets {
     const struct set_rows *rows;
     long count, layer;
-    void *low; /* scratch [n, (PARTS + 1) rank] */
+    void *low;    /* scratch [n, (PARTS + 1) rank] */
+    void *padded; /* scratch: see `Kernels.padding` */
 };
 
 #define LOW_RANK(s, i, which) (&(s)->rows[i].layers[(s)->layer].which)
@@ -570,18 +571,21 @@ void NAME(sample)(
 }
 
 #if LAYERS
-/* add: y += x W^T + bias instead of y = ... */
-void NAME(linear)(const T *x, const T *panels, const T *bias, T *y, long n, long depth, long width, long add, long threads) {
-    NAME(product)(x, panels, bias, y, width, n, depth, width, add, threads);
+/* add: y += x W^T + bias instead of y = ... · padded: see `Kernels.padding` */
+void NAME(linear)(
+    const T *x, const T *panels, const T *bias, T *y, T *padded, long n, long depth, long width, long add, long threads) {
+    NAME(product)(x, panels, bias, y, padded, width, n, depth, width, add, threads);
 }
 
 /* y or, if it is not null, wide [n, width] += (x [n, depth] A^T * scale) B^T, for parts of y with these widths */
 static void NAME(add_low_rank)(
-    const struct set_rows *s, const struct low_rank *factors, const T *x, T *y, float *wide, T *low, long depth, long width,
-    const long *widths, long parts, long threads) {
+    const struct set_rows *s, const struct low_rank *factors, const T *x, T *y, float *wide, const struct sets *sets, long depth,
+    long width, const long *widths, long parts, long threads) {
     const long n = s->end - s->first, rank = s->rank, inner = parts * rank;
+    T *low = sets->low, *padded = sets->padded;
     if (!factors->a) return;
-    NAME(product)(x + s->first * depth, factors->a, NULL, low, inner, n, depth, inner, 0, n * depth * inner < WORTH_ALL ? 1 : threads);
+    const long few = n * depth * inner < WORTH_ALL ? 1 : threads;
+    NAME(product)(x + s->first * depth, factors->a, NULL, low, padded, inner, n, depth, inner, 0, few);
     for (long i = 0; i < n * inner; i++) low[i] = STORE(LOAD(low[i]) * s->scale); /* the few values between A and B */
     for (long p = 0, at = s->first * width; p < parts; at += widths[p++]) {
         const long team = n * rank * widths[p] < WORTH_ALL ? 1 : threads;
@@ -591,8 +595,8 @@ static void NAME(add_low_rank)(
             part = low + n * inner;
             for (long r = 0; r < n; r++) memcpy(part + r * rank, low + r * inner + p * rank, sizeof(T) * rank);
         }
-        if (wide) NAME(product_wide)(part, factors->b[p], NULL, wide + at, width, n, rank, widths[p], 1, team);
-        else NAME(product)(part, factors->b[p], NULL, y + at, width, n, rank, widths[p], 1, team);
+        if (wide) NAME(product_wide)(part, factors->b[p], NULL, wide + at, padded, width, n, rank, widths[p], 1, team);
+        else NAME(product)(part, factors->b[p], NULL, y + at, padded, width, n, rank, widths[p], 1, team);
     }
 }
 
@@ -600,11 +604,11 @@ static void NAME(add_low_rank)(
 static void NAME(add_product)(
     const T *x, const T *panels, const T *bias, const float *norm, float *residual, T *spare, long n, long depth, long width, float eps,
     const struct sets *sets, long down, long threads) {
-    if (norm) NAME(product)(x, panels, bias, spare, width, n, depth, width, 0, threads);
-    else NAME(product_wide)(x, panels, bias, residual, width, n, depth, width, 1, threads);
+    if (norm) NAME(product)(x, panels, bias, spare, sets->padded, width, n, depth, width, 0, threads);
+    else NAME(product_wide)(x, panels, bias, residual, sets->padded, width, n, depth, width, 1, threads);
     for (long i = 0; i < sets->count; i++)
         NAME(add_low_rank)(
-            sets->rows + i, down ? LOW_RANK(sets, i, down) : LOW_RANK(sets, i, out), x, spare, norm ? NULL : residual, sets->low, depth,
+            sets->rows + i, down ? LOW_RANK(sets, i, down) : LOW_RANK(sets, i, out), x, spare, norm ? NULL : residual, sets, depth,
             width, &width, 1, threads);
     if (!norm) return;
     NAME(rms_norm)(spare, norm, spare, n, width, eps, threads);
@@ -613,28 +617,29 @@ static void NAME(add_product)(
 
 /* x [n, hidden]: embedded tokens, becomes what the last layer gives · turns [kinds, turned, dim] or null · kv: of the first
  * slot, in [layers, 2, all_slots, kv_heads, capacity, dim] · row, scratch: see `Kernels.layers` · rows: `sets` of them have factors,
- * with the scratch low; the rest as for `attend` */
+ * with the scratch low · padded: see `Kernels.padding`; the rest as for `attend` */
 void NAME(layers)(
     const struct stack *s, float *x, const int64_t *positions, const int64_t *slots, const float *turns, long turned, T *kv,
-    long all_slots, long capacity, float *row, T *scratch, long n, const struct set_rows *rows, long count, T *low, long threads) {
+    long all_slots, long capacity, float *row, T *scratch, long n, const struct set_rows *rows, long count, T *low, T *padded,
+    long threads) {
     const long q = s->heads * s->dim, k = s->kv_heads * s->dim, qkv_width = q + 2 * k, of_heads[] = {q, k, k}, of_ffn[] = {s->ffn, s->ffn};
     const long keys = all_slots * k * capacity; /* of one layer */
     T *normed = scratch, *qkv = normed + n * s->hidden, *mixed = qkv + n * qkv_width;
     T *up = qkv, *inner = up + 2 * n * s->ffn; /* attention and feed-forward take turns */
-    struct sets sets = {rows, count, 0, low};
+    struct sets sets = {rows, count, 0, low, padded};
     for (const struct layer *l = s->layers; l < s->layers + s->count; l++, kv += 2 * keys, sets.layer++) {
         NAME(rms_norm_wide)(x, l->norm, normed, n, s->hidden, s->eps, threads);
-        NAME(product)(normed, l->qkv, l->qkv_bias, qkv, qkv_width, n, s->hidden, qkv_width, 0, threads);
+        NAME(product)(normed, l->qkv, l->qkv_bias, qkv, padded, qkv_width, n, s->hidden, qkv_width, 0, threads);
         for (long i = 0; i < count; i++)
-            NAME(add_low_rank)(rows + i, LOW_RANK(&sets, i, qkv), normed, qkv, NULL, low, s->hidden, qkv_width, of_heads, 3, threads);
+            NAME(add_low_rank)(rows + i, LOW_RANK(&sets, i, qkv), normed, qkv, NULL, &sets, s->hidden, qkv_width, of_heads, 3, threads);
         NAME(attend)(
             qkv, l->qk_norm, turns ? turns + l->rope * turned * s->dim : NULL, positions, slots, kv, kv + keys, mixed, row, n, s->heads,
             s->kv_heads, s->dim, capacity, l->window, s->eps, s->scale, s->cap);
         NAME(add_product)(mixed, l->out, l->out_bias, l->out_norm, x, normed, n, q, s->hidden, s->eps, &sets, 0, threads);
         NAME(rms_norm_wide)(x, l->mlp_norm, normed, n, s->hidden, s->eps, threads);
-        NAME(product)(normed, l->up, l->up_bias, up, 2 * s->ffn, n, s->hidden, 2 * s->ffn, 0, threads);
+        NAME(product)(normed, l->up, l->up_bias, up, padded, 2 * s->ffn, n, s->hidden, 2 * s->ffn, 0, threads);
         for (long i = 0; i < count; i++)
-            NAME(add_low_rank)(rows + i, LOW_RANK(&sets, i, up), normed, up, NULL, low, s->hidden, 2 * s->ffn, of_ffn, 2, threads);
+            NAME(add_low_rank)(rows + i, LOW_RANK(&sets, i, up), normed, up, NULL, &sets, s->hidden, 2 * s->ffn, of_ffn, 2, threads);
         NAME(gated)(up, inner, n, s->ffn, s->kind, threads);
         NAME(add_product)(inner, l->down, l->down_bias, l->mlp_out_norm, x, normed, n, s->ffn, s->hidden, s->eps, &sets, 1, threads);
     }

@@ -23,7 +23,7 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("kernels.c")
 INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c", "scan.c", "delta.c", "tiles.c"))
 TILE, BLOCK, PARTS = 64, 256, 3  # as in kernels.c
-DEEP = 32  # as in tiles.c
+DEEP, TALL = 32, 16  # as in tiles.c
 COMPILE_TIMEOUT_S = 120.0
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 NATIVE = ("-march=native", "-mcpu=native")  # x86 compilers know the first, ARM ones the second
@@ -103,11 +103,11 @@ TYPED = {  # one function per dtype
     "sample": (Address,) * 6 + (c_long,) * 2,
 }
 PRODUCTS = {  # one function per dtype that the CPU multiplies
-    "linear": (Address,) * 4 + (c_long,) * 5,
+    "linear": (Address,) * 5 + (c_long,) * 5,
     "pack": (Address,) * 2 + (c_long,) * 5,
     "layers": (
         *(ctypes.POINTER(Stack), *(Address,) * 4, c_long, Address, *(c_long,) * 2, Address, Address, c_long),
-        *(ctypes.POINTER(SetRowsPointers), c_long, Address, c_long),
+        *(ctypes.POINTER(SetRowsPointers), c_long, Address, Address, c_long),
     ),
 }
 BFLOAT16 = {"linear_wide": PRODUCTS["linear"], "repack": PRODUCTS["pack"]}
@@ -166,8 +166,17 @@ class Kernels:
         assert x.is_contiguous() and out.is_contiguous() and x.dtype == panels.dtype == self.dtype
         assert out.dtype in (self.dtype, torch.float32) and (bias is None or bias.dtype == self.dtype)
         linear = self.functions["linear" if out.dtype == self.dtype else "linear_wide"]
-        linear(x, panels, bias, out, *x.shape, out.shape[1], add, torch.get_num_threads())
+        linear(x, panels, bias, out, self.padding(*x.shape), *x.shape, out.shape[1], add, torch.get_num_threads())
         return out
+
+    def padding(self, n: int, *depths: int) -> Tensor | None:
+        """Allocate the memory in which products in bfloat16 of up to n rows of these depths have the rows of x that are
+        not in whole tiles; None in float32."""
+        if self.dtype == torch.float32:
+            return None
+        rows = -(-n // TALL) * TALL  # those of a depth of whole tiles are read where they are, but for the last
+        values = ((rows if depth % DEEP else TALL) * -(-depth // DEEP) * DEEP for depth in depths)
+        return torch.empty(max(values), dtype=self.dtype)
 
     def crc32(self, view: memoryview) -> int:
         """Return zlib's crc32 of bytes."""
@@ -308,7 +317,8 @@ class Kernels:
         cache = (turns, turns.shape[1], kv[:, :, lo:], kv.shape[2], capacity)
         most = max(((one.end - one.first) * (PARTS + 1) * one.rank for one in sets), default=0)
         low = torch.empty(most, dtype=self.dtype)
-        rows = (SetRowsPointers * len(sets))(*sets), len(sets), low
+        padded = self.padding(n, stack.hidden, heads * dim, stack.ffn, *(one.rank for one in sets))
+        rows = (SetRowsPointers * len(sets))(*sets), len(sets), low, padded
         self.functions["layers"](stack, x, positions, slots, *cache, row, scratch, n, *rows, torch.get_num_threads())
         return x
 

@@ -10,7 +10,6 @@
 #endif
 
 #if TILES
-#include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -152,27 +151,24 @@ static inline void put_sums(
     }
 }
 
-/* Rows first .. first + count of x [n, depth], with zeros behind each and below the last, up to whole tiles */
-static bf16 *padded_rows(const bf16 *x, long first, long count, long depth) {
+/* out = the rows of x [count, depth], with zeros behind each and below the last, up to whole tiles */
+static void pad_rows(const bf16 *x, bf16 *out, long count, long depth) {
     const long deep = whole_depth(depth), rows = (count + TALL - 1) / TALL * TALL;
-    bf16 *out = aligned_alloc(64, sizeof(bf16) * rows * deep);
-    if (!out) return NULL;
     for (long r = 0; r < rows; r++) {
         const long kept = r < count ? depth : 0;
-        if (kept) memcpy(out + r * deep, x + (first + r) * depth, sizeof(bf16) * kept);
+        if (kept) memcpy(out + r * deep, x + r * depth, sizeof(bf16) * kept);
         memset(out + r * deep + kept, 0, sizeof(bf16) * (deep - kept));
     }
-    return out;
 }
 
-/* Into y in bfloat16 or, if it is not null, into `wide` in float32; rows are ld apart. Otherwise as `product` */
+/* Into y in bfloat16 or, if it is not null, into `wide` in float32; rows are ld apart. padded: see `Kernels.padding`.
+ * Otherwise as `product` */
 static void product_of_halves(
-    const bf16 *x, const bf16 *panels, const bf16 *bias, bf16 *y, float *wide, long ld, long n, long depth, long width, long add,
-    long threads) {
+    const bf16 *x, const bf16 *panels, const bf16 *bias, bf16 *y, float *wide, bf16 *padded, long ld, long n, long depth, long width,
+    long add, long threads) {
     const long deep = whole_depth(depth), whole = deep == depth ? n / TALL * TALL : 0; /* rows that are read where they are */
     const long step = CACHED_HALVES / deep / PASSING > 0 ? CACHED_HALVES / deep / PASSING * PASSING : PASSING;
-    bf16 *rest = whole < n ? padded_rows(x, whole, n - whole, depth) : NULL;
-    if (whole < n && !rest) abort(); /* out of memory */
+    pad_rows(x + whole * depth, padded, n - whole, depth);
     (void)threads;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
@@ -190,8 +186,8 @@ static void product_of_halves(
                         const long columns_here = deep - k < near ? deep - k : near;
                         for (long r = 0; r < rows; r += 2 * TALL) {
                             const long at = row + r, below = at + TALL;
-                            const bf16 *first = (at < whole ? x + at * depth : rest + (at - whole) * deep) + k;
-                            const bf16 *second = (below < whole ? x + below * depth : rest + (below - whole) * deep) + k;
+                            const bf16 *first = (at < whole ? x + at * depth : padded + (at - whole) * deep) + k;
+                            const bf16 *second = (below < whole ? x + below * depth : padded + (below - whole) * deep) + k;
                             float *to = sums + r * PANEL;
                             if (rows - r > TALL) multiply_tiles(first, second, deep, w + k * PANEL, to, k, columns_here);
                             else multiply_tiles(first, NULL, deep, w + k * PANEL, to, k, columns_here);
@@ -204,22 +200,23 @@ static void product_of_halves(
         }
         _tile_release();
     }
-    free(rest);
 }
 
 static void product_bfloat16(
-    const bf16 *x, const bf16 *panels, const bf16 *bias, bf16 *y, long ld, long n, long depth, long width, long add, long threads) {
-    product_of_halves(x, panels, bias, y, NULL, ld, n, depth, width, add, threads);
+    const bf16 *x, const bf16 *panels, const bf16 *bias, bf16 *y, bf16 *padded, long ld, long n, long depth, long width, long add,
+    long threads) {
+    product_of_halves(x, panels, bias, y, NULL, padded, ld, n, depth, width, add, threads);
 }
 
 static void product_wide_bfloat16(
-    const bf16 *x, const bf16 *panels, const bf16 *bias, float *y, long ld, long n, long depth, long width, long add, long threads) {
-    product_of_halves(x, panels, bias, NULL, y, ld, n, depth, width, add, threads);
+    const bf16 *x, const bf16 *panels, const bf16 *bias, float *y, bf16 *padded, long ld, long n, long depth, long width, long add,
+    long threads) {
+    product_of_halves(x, panels, bias, NULL, y, padded, ld, n, depth, width, add, threads);
 }
 
 void linear_wide_bfloat16(
-    const bf16 *x, const bf16 *panels, const bf16 *bias, float *y, long n, long depth, long width, long add, long threads) {
-    product_of_halves(x, panels, bias, NULL, y, width, n, depth, width, add, threads);
+    const bf16 *x, const bf16 *panels, const bf16 *bias, float *y, bf16 *padded, long n, long depth, long width, long add, long threads) {
+    product_of_halves(x, panels, bias, NULL, y, padded, width, n, depth, width, add, threads);
 }
 #else
 long has_tiles(void) { return 0; }
