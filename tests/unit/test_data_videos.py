@@ -219,6 +219,27 @@ def test_a_file_that_is_damaged_behind_its_first_frame_is_found_when_it_is_decod
         Pictures(folders["qwen2_5_vl"], store).of([name])
 
 
+def test_frames_that_a_decoder_drops_do_not_move_those_behind_them() -> None:
+    """The packets of a key frame are cut: that at the start, and that of the second group."""
+    for cut in (0, 8):
+        out = io.BytesIO()
+        with av.open(out, "w", format="mp4") as container:
+            stream = container.add_stream("libx264", rate=25)
+            stream.width, stream.height, stream.pix_fmt, stream.codec_context.gop_size = 64, 64, "yuv420p", 8
+            pixels = [np.full((64, 64, 3), 10 * k, np.uint8) for k in range(24)]
+            packets = [p for one in pixels for p in stream.encode(av.VideoFrame.from_ndarray(one, format="rgb24"))]
+            for k, packet in enumerate([*packets, *stream.encode()]):
+                if k != cut:
+                    container.mux(packet)
+        if cut == 0:
+            with pytest.raises(Refused, match="x: a damaged video, .*its first frames are not at their times"):
+                video_facts(io.BytesIO(out.getvalue()), "x")
+            last, _ = decoded_frames(out.getvalue(), [20, 20], "x")
+            assert abs(last.mean() - 210) < 3
+        with pytest.raises(Refused, match="x: a damaged video: frame [0-9] cannot be decoded"):
+            list(decoded_frames(out.getvalue(), range(23), "x"))
+
+
 def test_families_without_videos_name_those_with_them(load: Any, tmp_path: Path, folders: dict[str, Path]) -> None:
     other = tmp_path / "other"
     other.mkdir()

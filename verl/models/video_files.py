@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
@@ -32,8 +33,8 @@ class VideoFacts(NamedTuple):
 
 
 def video_facts(stream: BinaryIO, where: str) -> VideoFacts:
-    """Return the facts of a video's file, of which only the first frame is decoded. Raise Refused, with `where`, for a
-    file without a video, of one frame, of another format, not complete, too large, or with frames of unequal
+    """Return the facts of a video's file, of which only the first two frames are decoded. Raise Refused, with `where`,
+    for a file without a video, of one frame, of another format, not complete, too large, or with frames of unequal
     lengths."""
     size = stream.seek(0, io.SEEK_END)
     stream.seek(0)
@@ -42,31 +43,44 @@ def video_facts(stream: BinaryIO, where: str) -> VideoFacts:
     av = _library(where)
     try:
         with _opened(stream, where) as container:
-            times, fps, announced = _times(container, where)
+            moments, fps, announced = _moments(container, where)
+            unit = float(container.streams.video[0].time_base)
         stream.seek(0)
         with _opened(stream, where) as container:
-            first = next(container.decode(video=0), None)
+            begin = [*islice(container.decode(video=0), 2)]
     except av.FFmpegError as e:
         raise Refused(f"{where}: a damaged video: {e.strerror}") from e
-    if first is None:
+    if not begin:
         raise Refused(f"{where}: a damaged video: no frame can be decoded")
-    if announced > len(times):
-        raise Refused(f"{where}: a damaged video: {len(times)} of its {announced} frames are in the file")
-    _refuse_uneven(times, fps, where)
+    if announced > len(moments):
+        raise Refused(f"{where}: a damaged video: {len(moments)} of its {announced} frames are in the file")
+    first = begin[0]
+    if [one.pts for one in begin] != moments[:2].tolist():
+        raise Refused(
+            f"{where}: a damaged video, or H.264 in avi: its first frames are not at their times; use mp4 (ffmpeg)"
+        )
+    _refuse_uneven((moments - moments[0]) * unit, fps, where)
     if first.width * first.height > MAX_PIXELS:
         raise Refused(f"{where}: {first.width} x {first.height} pixels, more than {MAX_PIXELS}; scale it down")
     height, width = _upright(first, where).shape[:2]
-    return VideoFacts(len(times), fps, height, width)
+    return VideoFacts(len(moments), fps, height, width)
 
 
 def decoded_frames(content: bytes, indices: Sequence[int], where: str) -> Iterator[np.ndarray]:
     """Yield the upright frames [height, width, 3] uint8 with these indices, which do not decrease. Raise Refused, with
     `where`, for a file of which one cannot be decoded."""
     av = _library(where)
-    wanted, at = list(indices), 0
+    wanted, at, index = list(indices), 0, 0
     try:
         with _opened(io.BytesIO(content), where) as container:
-            for index, frame in enumerate(container.decode(video=0)):
+            moments, _, _ = _moments(container, where)
+        with _opened(io.BytesIO(content), where) as container:
+            for frame in container.decode(video=0):
+                # decoders drop frames without a word: a frame's index is that of its time among those of the packets
+                while frame.pts is not None and index < len(moments) and moments[index] < frame.pts:
+                    index += 1
+                if index == len(moments) or moments[index] != frame.pts or (at < len(wanted) and wanted[at] < index):
+                    break
                 if at < len(wanted) and wanted[at] == index:
                     image = _upright(frame, where)
                 while at < len(wanted) and wanted[at] == index:
@@ -74,6 +88,7 @@ def decoded_frames(content: bytes, indices: Sequence[int], where: str) -> Iterat
                     yield image
                 if at == len(wanted):
                     return
+                index += 1
     except av.FFmpegError as e:
         raise Refused(f"{where}: a damaged video: frame {wanted[at]}: {e.strerror}") from e
     raise Refused(f"{where}: a damaged video: frame {wanted[at]} cannot be decoded")
@@ -103,16 +118,16 @@ def _opened(stream: BinaryIO, where: str) -> Any:
     return container
 
 
-def _times(container: Any, where: str) -> tuple[np.ndarray, float, int]:
-    """Return the times in seconds of the frames of a file, sorted, the frames of a second, and the number of frames
-    that its header announces, or 0."""
+def _moments(container: Any, where: str) -> tuple[np.ndarray, float, int]:
+    """Return the times of the frames of a file in units of its `time_base`, sorted, the frames of a second, and the
+    number of frames that its header announces, or 0."""
     stream, found, first, last = container.streams.video[0], list[int](), math.inf, -math.inf
     for packet in container.demux():
         if not packet.size or packet.is_discard:
             continue
         at = packet.pts if packet.pts is not None else packet.dts
         if packet.stream.index == stream.index:
-            found.append(at)
+            found.append(packet.pts)  # that of its frame, which dts is not
         if at is not None:
             first = min(first, at * float(packet.time_base))
             last = max(last, (at + (packet.duration or 0)) * float(packet.time_base))
@@ -128,8 +143,7 @@ def _times(container: Any, where: str) -> tuple[np.ndarray, float, int]:
     if last - first < wanted - max(LATE_S, 2 / fps):
         shown = f"its header announces {wanted:.2f} s, and {last - first:.2f} s are in the file"
         raise Refused(f"{where}: a damaged video: {shown}")
-    times = np.sort(np.array(found, np.float64)) * float(stream.time_base)
-    return times - times[0], fps, int(stream.frames)
+    return np.sort(np.array(found, np.int64)), fps, int(stream.frames)
 
 
 def _refuse_uneven(times: np.ndarray, fps: float, where: str) -> None:
