@@ -1531,6 +1531,12 @@ MUTANTS = (
     Mutant(
         "rollout/starting.py", "if not self.found_paused:\n            await", "if True:\n            await", CLIENT
     ),
+    Mutant(
+        "rollout/native/kv.py",
+        "self.states.write(slice(live), before, slice(live))",
+        "pass",
+        "tests/numerics/test_delta_rollout.py",
+    ),
     Mutant("rollout/connection.py", "self.foreign = True", "pass", "tests/unit/test_so_far.py"),
     Mutant("weight_sync/faults.py", 'backend != "ray" and not on_cuda', 'backend == "" and not on_cuda', PLACES),
     Mutant("model_engine/faults.py", "if layout.pipeline > facts.layers:", "if False:", PLACES),

@@ -132,3 +132,18 @@ def test_prompts_in_passes_and_by_lanes_have_the_logprobs_of_one_pass() -> None:
     parts = finish(core_of("qwen3_5_text", max_prefill_tokens=7, lanes=2), (asked(n, i) for n, i in prompts.items()))
     for name, one in whole.items():
         same(parts[name], one, atol=1e-5)
+
+
+def test_a_row_continues_when_its_states_are_copied_to_more_slots() -> None:
+    """More requests come than there are slots."""
+    alone = finish(core_of("qwen3_next"), [asked("x", PROMPTS[1], 24)])["x"]
+    core = core_of("qwen3_next")
+    core.add(asked("x", PROMPTS[1], 24))
+    while core.running.n < 1:
+        core.step()
+    core.step()
+    slots = core.runner._cache._slots  # type: ignore[attr-defined]
+    others = [asked(f"{i}", PROMPTS[i % 3], 6) for i in range(3 * slots)]
+    found = finish(core, others)
+    assert core.runner._cache._slots > slots, "its states were copied"  # type: ignore[attr-defined]
+    same(found["x"], alone, atol=1e-5)
