@@ -298,10 +298,9 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
         if FULL_GRID:
             await others(engine)
         # closed while a request runs: SIGTERM alone would wait for its caller
-        sampled = engine.stats()["sampled_tokens"]
         jobs = [GenerateRequest(f"l{i}", prompt, suite.greedy(400)) for i in range(8)]
         running = asyncio.gather(*(engine.generate(job) for job in jobs), return_exceptions=True)
-        await suite.until_sampled(engine, sampled + 3)
+        await asyncio.sleep(0.2)
         await asyncio.wait_for(engine.close(), 30)
         ended = await asyncio.wait_for(running, 30)
         assert any(isinstance(one, RuntimeError) and "closed" in str(one) for one in ended), ended
