@@ -116,21 +116,14 @@ def _probes() -> list[str]:
 def _probe(device: torch.device) -> str:
     import torch
 
+    from verl.machine_figures import bandwidth
+
     what = f"memory of {device}"
     try:
-        source = torch.zeros(PROBE_BYTES, dtype=torch.uint8, device=device)
-        target = torch.empty_like(source)
+        rate = bandwidth(device, PROBE_BYTES, PROBE_S)
     except torch.OutOfMemoryError:
         return f"{what}: no {size_text(2 * PROBE_BYTES)} are free to measure its bandwidth"
-    target.copy_(source)
-    rounds, began, spent = 0, time.perf_counter(), 0.0
-    while spent < PROBE_S:
-        for _ in range(10):
-            target.copy_(source)
-        target[-1].item()  # waits for the copies
-        rounds, spent = rounds + 10, time.perf_counter() - began
-    rate = 2 * PROBE_BYTES * rounds / spent
-    return f"{what}: {rate / 1e9:.3g} GB/s by copies during {spent:.1f} s, bytes read and written"
+    return f"{what}: {rate / 1e9:.3g} GB/s by copies during {PROBE_S:.1f} s, bytes read and written"
 
 
 def _holder(lock: Path) -> tuple[str, bool]:

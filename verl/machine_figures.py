@@ -18,6 +18,8 @@ MEASURE_S = 4.0
 """The time for which each rate is measured."""
 COPIED_BYTES = 256 << 20
 """The bytes of a copy: above every cache."""
+CALLS = 10
+"""The calls that are made before their end is waited for."""
 CPU_WIDTH, CARD_WIDTH = 2048, 8192
 """Rows and columns of the matrices that are multiplied."""
 
@@ -31,7 +33,7 @@ def write_figures(file: Path) -> str:
     cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda", 0) if cards else torch.device("cpu")
     dtype = torch.bfloat16 if cards else torch.float32
-    rates = bandwidth(device), matrix_rate(device, dtype), link(device, cards)
+    rates = bandwidth(device, COPIED_BYTES, MEASURE_S), matrix_rate(device, dtype), link(device, cards)
     figures = dict(zip(NEEDED, (_memory_bytes(device) / 1e9, rates[0] / 1e9, rates[1] / 1e12, rates[2] / 1e9)))
     entry: dict[str, object] = {"device": _name(device), "nodes": 1, "devices_per_node": max(1, cards)}
     entry |= {name: float(f"{value:.4g}") for name, value in figures.items()} | {"item_bytes": dtype.itemsize}
@@ -44,11 +46,12 @@ def write_figures(file: Path) -> str:
     return text
 
 
-def bandwidth(device: torch.device) -> float:
-    """Return the bytes per second that copies inside a device's memory read and write."""
-    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device)
+def bandwidth(device: torch.device, copied_bytes: int, measure_s: float) -> float:
+    """Return the bytes per second that copies inside a device's memory read and write. Raise torch.OutOfMemoryError if
+    two blocks of this size are not free."""
+    source = torch.zeros(copied_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * COPIED_BYTES * _rate(lambda: target.copy_(source), device)
+    return 2 * copied_bytes * _rate(lambda: target.copy_(source), device, measure_s)
 
 
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -56,26 +59,26 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     width = _width(device)
     a, b = torch.zeros(2, width, width, dtype=dtype, device=device).fill_(0.01).unbind()
     out = torch.empty_like(a)
-    return 2 * width**3 * _rate(lambda: torch.mm(a, b, out=out), device)
+    return 2 * width**3 * _rate(lambda: torch.mm(a, b, out=out), device, MEASURE_S)
 
 
 def link(device: torch.device, cards: int) -> float:
     """Return the bytes per second from one device to another one of this machine; of a single card those from the
     memory of its host, of a CPU those between two processes, which a copy reads and writes."""
     if device.type == "cpu":
-        return bandwidth(device) / 2
+        return bandwidth(device, COPIED_BYTES, MEASURE_S) / 2
     other = torch.device("cuda", 1) if cards > 1 else torch.device("cpu")
     source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=other, pin_memory=other.type == "cpu")
     target = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
-    return COPIED_BYTES * _rate(lambda: target.copy_(source), device)
+    return COPIED_BYTES * _rate(lambda: target.copy_(source), device, MEASURE_S)
 
 
 def _width(device: torch.device) -> int:
     return CPU_WIDTH if device.type == "cpu" else CARD_WIDTH
 
 
-def _rate(call: Callable[[], object], device: torch.device) -> float:
-    """Return how often per second a call is made, over `MEASURE_S` after a first call."""
+def _rate(call: Callable[[], object], device: torch.device, measure_s: float) -> float:
+    """Return how often per second a call is made, over `measure_s` after a first call."""
 
     def wait() -> None:
         if device.type != "cpu":
@@ -84,10 +87,11 @@ def _rate(call: Callable[[], object], device: torch.device) -> float:
     call()
     wait()
     calls, began, spent = 0, time.perf_counter(), 0.0
-    while spent < MEASURE_S:
-        call()
+    while spent < measure_s:
+        for _ in range(CALLS):
+            call()
         wait()
-        calls, spent = calls + 1, time.perf_counter() - began
+        calls, spent = calls + CALLS, time.perf_counter() - began
     return calls / spent
 
 

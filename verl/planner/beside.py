@@ -17,6 +17,7 @@ from verl.planner.hardware import Nodes, some_devices
 from verl.planner.latency import Division, StepWork
 from verl.planner.mapping import stages_of, times_of
 from verl.planner.placement import planned_roles, rules_of, work_of
+from verl.planner.text import aligned
 
 PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -54,10 +55,7 @@ def measured_run(run: Path) -> MeasuredRun:
     config = read_config(run / "config.yaml")
     if config.cluster.pools or not colocated(config):
         raise Refused(f"{run}: its rollout or roles have devices of their own; runs on shared devices are compared")
-    p = config.parallel
-    if others := [
-        name for name, n in (("expert", p.expert), ("context", p.context), ("sequence", p.sequence)) if n > 1
-    ]:
+    if others := [name for name in ("expert", "context", "sequence") if getattr(config.parallel, name) > 1]:
         raise Refused(f"{run}: parallel.{others[0]}: the planner's seconds know tensor and pipeline parallelism alone")
     lines = [line.values for line in read_metrics(run) if {"timing_s/rollout", *LENGTHS} <= {*line.values}]
     if len(lines) < 2:
@@ -172,8 +170,6 @@ def beside(run: Path, at: Nodes) -> str:
     s = sum(predicted.get(stage, 0.0) for stage in found.seconds)
     rows.append(("together", f"{s:.3g}", f"{together:.3g}", f"{s / together - 1:+.0%}"))
     rows.append(("the rest of a step", "-", f"{max(rest, 0.0):.3g}", ""))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
     learned = learned_figures(found, at)
     again = predicted_seconds(found, _with(at, learned))
     figures = ", ".join(f"{name}: {value:.3g}" for name, value in learned.items())
@@ -184,4 +180,4 @@ def beside(run: Path, at: Nodes) -> str:
         agreed = f"no share up to 1 explains the {' and the '.join(apart)}: a rate of {at.device.name} is too low"
         agreed += f" ({figures})" if figures else ""
     lengths = f"answers of {found.response_tokens:.4g} tokens to prompts of {found.prompt_tokens:.4g}, on average"
-    return "\n".join([f"{run} on {at.device.name} ({lengths})", *lines, agreed])
+    return "\n".join([f"{run} on {at.device.name} ({lengths})", *aligned(rows), agreed])

@@ -47,6 +47,7 @@ from verl.planner.mapping import (
 )
 from verl.planner.simulate import Lengths, Simulated
 from verl.planner.sizes import parameters_used
+from verl.planner.text import aligned
 from verl.planner.what_if import simulated, workload_of
 
 OTHERS = 5
@@ -287,8 +288,7 @@ def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
         seconds = [f"{s:.3g}" if s else "-" for s in placed.times.seconds]
         roles = " + ".join(placed.roles)
         rows.append((str(placed.times.devices), roles, f"{placed.times.held_bytes / 2**30:.1f}", *seconds))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines += ["          " + "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]
+    lines += [f"          {row}" for row in aligned(rows)]
     lines += [f"configure {' '.join(overrides(config, best))}"]
     for other in found[1 : OTHERS + 1]:
         gaps = [seconds_on(config, other, end, work) / s - 1 for end, s in zip(ends, (low_s, high_s))]

@@ -22,6 +22,12 @@ SERVED = {
 }
 
 
+def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
+    """Return a line for each row, in which columns begin, or with `right` end, at the same place."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return ["  ".join(f"{cell:{'>' if right else '<'}{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
+
+
 def render_plan(plan: Plan) -> str:
     """Return the plan as aligned plain text."""
     step, one, kept = plan.step, plan.checkpoint_bytes, plan.checkpoints_kept

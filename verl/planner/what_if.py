@@ -13,6 +13,7 @@ from verl.config.schema import Config
 from verl.driver.scheduler import Scheduler
 from verl.errors import Refused
 from verl.planner.simulate import Decoding, Lengths, Simulated, Workload, lengths_like, lognormal, simulate
+from verl.planner.text import aligned
 
 STALENESS = (0.0, 0.25, 0.5, 1.0, 2.0)
 PUBLISHES = 22
@@ -129,5 +130,4 @@ def table(config: Config, found: Sequence[tuple[Config, Simulated]]) -> str:
                 f"{max(got.staleness)}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows)
+    return "\n".join(aligned(rows, right=True))
