@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import signal
@@ -19,13 +18,10 @@ from verl.names import did_you_mean
 if TYPE_CHECKING:
     from verl.config.load import Resolved
     from verl.config.overrides import VerlDefaults
-    from verl.config.schema import Config
     from verl.driver.launch import Finished
     from verl.track.console import LiveProgress
 
 Supervised = Literal["sft", "rm", "dpo"]
-PLACEMENT = ("cluster_file", "aim", "mean_tokens", "sigma", "deadline_s")
-"""Arguments of `verl plan` about the placement of roles on a cluster."""
 USAGE = """usage: verl VERB [key=value ...]
 
   train     recipe=NAME model.path=DIR ...     reinforcement learning (--replay STEP: recompute a recorded step)
@@ -39,9 +35,12 @@ USAGE = """usage: verl VERB [key=value ...]
             [card_gib=G]                       two times of a step also how they overlap; whether a card of G GiB
             [cluster_file=F [deadline_s=S]]    has the memory; the best placement of the roles on a cluster, or on
                                                the smallest part of it whose steps take at most S seconds
+            learn=RUN cluster_file=F           the file, with the figures that agree with the times of a run
+            [json=true]                        as one JSON document
   simulate  (as train) token_s=S sequence_s=S  the pace with this and other staleness, under a virtual clock: a decode
             update_s=S [publish_s=S]           step takes token_s, and sequence_s more for each sequence; answers
             mean_tokens=N sigma=X | from=RUN   of log-normal lengths, or those of a run, with its times
+            [json=true]
   replicas  RUN list | add [URL] | remove N    servers that join and leave a run while it goes on
   show      RUN [RUN ...] | --live RUN         the steps of runs; a page that follows a run
   show      RUN cluster_file=F                 the seconds that the planner predicts beside those measured
@@ -316,115 +315,24 @@ def serve_verb(args: list[str]) -> int:
 
 
 def plan_verb(args: list[str]) -> int:
-    from verl.config.devices import on_cuda
-    from verl.config.validate import validate
-    from verl.planner.card import supposed_card
-    from verl.planner.checkpointing import settle_checkpointing
-    from verl.planner.clock import pace_of
-    from verl.planner.plan import make_plan
-    from verl.planner.text import card_line, pace_line, render_plan
-    from verl.workers import host
+    from verl.planner.verbs import PLAN, print_learned, print_plan
 
-    times = ("rollout_s", "update_s")
-    given, rest = _own_arguments(args, (*times, "card_gib", *PLACEMENT))
-    resolved = _load(rest)
-    validate(resolved.config)
-    times_s = [_number(key, given[key], "the seconds of one step") for key in times if key in given]
-    if len(times_s) == 1:
-        raise Refused("give both times of a step: rollout_s=SECONDS update_s=SECONDS")
-    card = None
-    if "card_gib" in given:
-        card = supposed_card(_number("card_gib", given["card_gib"], "the GiB of memory of a card"))
-    has = card.free_bytes if card is not None else None if on_cuda(resolved.config) else host.total_bytes()
-    resolved, line = settle_checkpointing(resolved, has)
-    plan = make_plan(resolved.config)
-    print(render_plan(plan) + (f"\n{line}\n" if line else ""))
-    if card is not None:
-        print(card_line(resolved.config, plan, card))
-    if times_s:
-        print(pace_line(resolved.config, pace_of(resolved.config, *times_s)))
-    _print_placement(resolved.config, given)
-    return 0
-
-
-def _print_placement(config: Config, given: Mapping[str, str]) -> None:
-    """Print the best placement on the cluster of a file, if one is given."""
-    from verl.config.devices import colocated
-    from verl.planner.hardware import read_cluster
-    from verl.planner.placement import AIMS, best_placements, paced, render, smallest_cluster, work_of
-    from verl.planner.simulate import lognormal
-
-    if not (named := [key for key in PLACEMENT if key in given]):
-        return
-    if "cluster_file" not in given:
-        raise Refused(f"{named[0]}={given[named[0]]} is of a placement: give cluster_file=FILE too")
-    if (aim := given.get("aim", AIMS[0])) not in AIMS:
-        raise Refused(f"aim={aim}: {' or '.join(AIMS)}")
-    mean = given.get("mean_tokens")
-    work = work_of(config, None if mean is None else _number("mean_tokens", mean, "the tokens of a mean answer"))
-    cluster = read_cluster(Path(given["cluster_file"]))
-    if "deadline_s" in given:
-        if "aim" in given:
-            raise Refused(f"aim={aim} and deadline_s={given['deadline_s']}: give one; with a deadline it is the size")
-        deadline_s = _number("deadline_s", given["deadline_s"], "the seconds that a step may take")
-        found = smallest_cluster(config, cluster, work, deadline_s)
-    else:
-        found = best_placements(config, cluster, work, aim)
-    if "sigma" in given or not colocated(config):
-        sigma = _number("sigma", given.get("sigma", "0"), "of the logarithm of the lengths of answers", zero=True)
-        lengths = lognormal(work.response_tokens, sigma, config.rollout.max_response_tokens)
-        found = paced(config, found, work, lengths)
-    print(render(config, found, work))
-    if "deadline_s" in given and found[0].seconds(config) > float(given["deadline_s"]):
-        print("the simulated step is longer than deadline_s: its formula has no tail of long answers and no waits")
+    if any(arg.startswith("learn=") for arg in args):
+        return print_learned(args)
+    given, rest = _own_arguments(args, PLAN)
+    return print_plan(_load(rest, say=_beside_json(given)), given)
 
 
 def simulate_verb(args: list[str]) -> int:
-    from verl.config.validate import validate
-    from verl.planner.what_if import (
-        SHAPE,
-        TIMES,
-        lengths_of,
-        measured_by,
-        neighbours,
-        not_counted,
-        simulated,
-        table,
-        workload_of,
-    )
+    from verl.planner.verbs import SIMULATE, print_simulated
 
-    given, rest = _own_arguments(args, (*TIMES, *SHAPE, "from"))
-    resolved = _load(rest)
-    validate(resolved.config)
-    if "from" in given and (twice := [key for key in SHAPE if key in given]):
-        raise Refused(f"{twice[0]}={given[twice[0]]} and from={given['from']}: the lengths are those of the run")
-    found = measured_by(Path(given["from"])) if "from" in given else None
-    wanted = [*TIMES, *(SHAPE if found is None else ())]
-    known = (
-        {"publish_s": "0"} if found is None else {"update_s": str(found.update_s), "publish_s": str(found.publish_s)}
-    )
-    if missing := [key for key in wanted if key not in given and key not in known]:
-        raise Refused(f"{', '.join(missing)}: not given (verl simulate --help)")
-    numbers = {
-        key: _number(key, given.get(key) or known[key], zero=key not in ("token_s", "mean_tokens")) for key in wanted
-    }
-    lengths = lengths_of(resolved.config, [numbers[key] for key in SHAPE if key in numbers], found)
-    runs = [(one, simulated(one, workload_of(one, numbers, lengths))) for one in neighbours(resolved.config)]
-    print(table(resolved.config, runs))
-    if line := not_counted(resolved.config):
-        print(line)
-    return 0
+    given, rest = _own_arguments(args, SIMULATE)
+    return print_simulated(_load(rest, say=_beside_json(given)), given)
 
 
-def _number(key: str, text: str, meaning: str = "a number", *, zero: bool = False) -> float:
-    """Return a number above 0, or with `zero` of 0 or more."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf or (number == 0 and not zero):
-        raise Refused(f"{key}={text}: {meaning}, {'0 or more' if zero else 'above 0'}")
-    return number
+def _beside_json(given: Mapping[str, str]) -> Callable[[str], None]:
+    """Return the printer of lines that are not the output: with json=true that is one JSON document."""
+    return partial(print, file=sys.stderr if "json" in given else sys.stdout)
 
 
 def show_verb(args: list[str]) -> int:

@@ -143,6 +143,7 @@ def _beside(path: Path, cluster_file: str) -> None:
 
 def _runs(args: Sequence[str]) -> None:
     """Print the steps of one run, or of several side by side; with trajectory=ID, the timeline of that trajectory."""
+    from verl.planner.recorded import recorded_page
     from verl.report.data import is_run_dir
     from verl.report.page import write_report
     from verl.report.table import print_runs
@@ -163,6 +164,9 @@ def _runs(args: Sequence[str]) -> None:
         return known_options[key](paths[0], value)
     noted = dict[str, None]()  # the table and the report read the same files
     print_runs(paths, note=lambda text: noted.setdefault(text))
+    for path in paths:
+        if page := recorded_page(path):
+            print(page)
     reports = [write_report(path, lambda text: noted.setdefault(text)) for path in paths]
     for text in noted:
         print(f"warning: {text}", file=sys.stderr)

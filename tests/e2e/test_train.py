@@ -14,6 +14,7 @@ from small_runs import metrics_of, small_args, small_run, tensors_of, trained
 from verl.cli import main
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
+from verl.planner.recorded import recorded_page, recorded_prediction
 from verl.track.samples import read_samples, sample_steps
 
 
@@ -35,7 +36,9 @@ def test_the_mean_of_graded_rewards_is_called_a_score(tmp_path, tiny_model, arit
 def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data, capsys):
     data = arithmetic_data
     before = signal.getsignal(signal.SIGTERM)
-    done = small_run(tmp_path, tiny_model, arithmetic_data, "track.sinks=[jsonl,tensorboard]")
+    (tmp_path / "cluster.yaml").write_text("- {device: H100, step_ms: 2}\n")
+    more = ("track.sinks=[jsonl,tensorboard]", f"track.cluster_file={tmp_path / 'cluster.yaml'}")
+    done = small_run(tmp_path, tiny_model, arithmetic_data, *more)
     assert signal.getsignal(signal.SIGTERM) == before, "what comes after the run can be ended again"
     run_dir = tmp_path / "r"
     assert done.steps == 3
@@ -88,6 +91,10 @@ def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data, c
     assert f'"truth":{json.dumps(rows[0].ground_truth)}' in page and "\\u003c|user|\\u003e" in page
     assert main(["doctor", str(run_dir)]) == 0
     assert "run: finished, 3 steps" in capsys.readouterr().out
+    predicted = recorded_prediction(run_dir)
+    assert predicted is not None and {*predicted.seconds} == {"rollout", "experience", "update"}
+    assert main(["show", str(run_dir)]) == 0
+    assert recorded_page(run_dir) in capsys.readouterr().out
     assert all(r.task_id and r.task_id != r.group_id for r in rows) and {r.stop_reason for r in rows} <= {
         "eos",
         "length",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,12 @@ from verl import machine_figures
 from verl.cli import main
 from verl.config.load import dump_config, load_config
 from verl.errors import Refused
-from verl.planner.beside import beside, learned_figures, measured_run, predicted_seconds
+from verl.planner.beside import beside, learned_figures, measured_run, predicted_seconds, seconds_at
 from verl.planner.hardware import DEVICES, Nodes, read_cluster
+from verl.planner.plan import make_plan
+from verl.planner.recorded import EVENT, recorded_page, recorded_prediction
+from verl.planner.text import render_plan
+from verl.track.events import EventLog
 
 AT = Nodes(device=replace(DEVICES["H100"], step_ms=2.0), nodes=1, devices_per_node=8, network_gbs=50)
 
@@ -107,6 +112,85 @@ def test_a_run_that_cannot_be_compared_is_refused(
         beside(write_run(tmp_path / "run", [*arguments, *more], PHASES, steps), AT)
     with pytest.raises(Refused, match="not the folder of a run"):
         beside(tmp_path, AT)
+
+
+def test_a_prediction_of_the_start_is_shown_beside_the_run(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("- {device: H100, step_ms: 2, price_per_hour: 3}\n")
+    named = [*arguments, f"track.cluster_file={file}"]
+    plan = make_plan(load_config(named).config)
+    assert plan.predicted is not None and plan.predicted.seconds == seconds_at(load_config(named).config, 100, 400, AT)
+    assert f"predicted {plan.predicted.text()}" in render_plan(plan)
+    run = write_run(tmp_path / "run", named, PHASES)
+    assert recorded_page(run) == ""
+    log = EventLog(run, 0)
+    log.append(EVENT, 0, asdict(plan.predicted))
+    log.close()
+    file.unlink()  # the figures are those of the start
+    assert recorded_prediction(run) == plan.predicted
+    rows = {line.split("  ")[0]: line.split()[-4:] for line in recorded_page(run).splitlines()[2:]}
+    assert {*rows} == {"rollout", "experience", "update", "together"}
+    by_length = predicted_seconds(measured_run(run), AT)
+    for stage, s in measured_run(run).seconds.items():
+        numbers = plan.predicted.seconds[stage], by_length[stage], s
+        assert rows[stage] == [*(f"{number:.3g}" for number in numbers), f"{by_length[stage] / s - 1:+.0%}"]
+        assert plan.predicted.seconds[stage] > by_length[stage], "answers are shorter than the limit"
+    one = write_run(tmp_path / "one", named, PHASES, steps=1)
+    (one / "events").mkdir()
+    shutil.copy(run / "events" / "attempt_0000.log", one / "events")
+    assert "nothing is measured yet" in recorded_page(one) and recorded_page(one).count("\n") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "why"),
+    [
+        ("[{device: H100}, {device: H200}]", (), "2 node groups; a run is predicted on one"),
+        ("[{device: H1OO}]", (), "device 'H1OO' is not known"),
+        ("[{device: H100}]", ("pipeline.staleness=1",), "have devices of their own"),
+        ("[{device: H100, memory_gb: 0.5}]", (), "do not fit 1 x H100 by the figures of the file"),
+    ],
+)
+def test_a_run_that_cannot_be_predicted_is_refused_at_its_start(
+    arguments: list[str], tmp_path: Path, text: str, more: tuple[str, ...], why: str
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(text)
+    with pytest.raises(Refused, match=why):
+        make_plan(load_config([*arguments, *more, f"track.cluster_file={tmp_path / 'cluster.yaml'}"]).config)
+
+
+def test_a_cluster_file_learns_from_runs(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("- {device: H100, price_per_hour: 3}\n")
+    shape = measured_run(write_run(tmp_path / "shape", arguments, PHASES))
+    made = []
+    for number, figures in enumerate(({"compute_share": 0.2, "step_ms": 5.0}, {"compute_share": 0.4, "step_ms": 7.0})):
+        device = replace(DEVICES["H100"], **figures)
+        seconds = predicted_seconds(shape, replace(AT, device=device))
+        phases = {"reference": seconds.pop("experience"), **seconds}
+        made.append(str(write_run(tmp_path / f"run{number}", arguments, phases)))
+    assert main(["plan", f"learn={made[0]}", f"cluster_file={file}"]) == 0
+    printed = capsys.readouterr().out
+    file.write_text(printed)
+    (at,) = read_cluster(file)
+    assert (at.device.compute_share, at.device.step_ms) == pytest.approx((0.2, 5.0), rel=1e-3)
+    assert at.price_per_hour == 3 and printed.startswith(f"# compute_share, step_ms: of {made[0]}\n")
+    assert main(["plan", f"learn=[{made[0]},{made[1]}]", f"cluster_file={file}"]) == 0
+    file.write_text(capsys.readouterr().out)
+    assert read_cluster(file)[0].device.compute_share == pytest.approx(0.3, rel=1e-3)
+    for args, why in (
+        ([f"learn={made[0]}"], "verl plan learn=RUN cluster_file=FILE"),
+        ([f"learn={made[0]}", f"cluster_file={file}", "model.path=m"], "takes no model.path="),
+        ([f"learn={tmp_path}", f"cluster_file={file}"], "not the folder of a run"),
+    ):
+        assert main(["plan", *args]) == 2
+        assert why in capsys.readouterr().err
+    file.write_text("[{device: H100}, {device: H200}]")
+    assert main(["plan", f"learn={made[0]}", f"cluster_file={file}"]) == 2
+    assert "the figures of one are learned" in capsys.readouterr().err
 
 
 def test_this_machine_is_measured_into_a_cluster_file(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 import shlex
@@ -15,7 +16,7 @@ import yaml
 from handmade_model import write_model, write_rows
 
 from bench.mapping import CLOSE, PUBLISHED, compared
-from verl.cli import PLACEMENT, main
+from verl.cli import main
 from verl.config.cluster import cluster_faults
 from verl.config.load import load_config
 from verl.errors import Refused
@@ -57,6 +58,7 @@ from verl.planner.placement import (
     work_of,
 )
 from verl.planner.simulate import lognormal
+from verl.planner.verbs import PLACEMENT
 
 SIZE = ModelSize(parameters=8e9, active_parameters=8e9, layers=32, hidden=4096, kv_width=1024)
 WORK = StepWork(sequences=256, prompt_tokens=512, response_tokens=512, updates=2)
@@ -276,6 +278,26 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     rows = write_rows(folder / "rows.jsonl", 500)
     data = [f"data.train_files=[{rows}]", f"data.eval_files=[{rows}]", f"run.root_dir={folder}"]
     return ["recipe=gsm8k_grpo", f"model.path={folder / 'model'}", *data, "model.device=cuda"]
+
+
+def test_a_plan_as_json_is_what_is_printed(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cluster.yaml").write_text(TWO_NODES)
+    args = [*recipe, "algorithm.name=ppo", f"cluster_file={tmp_path / 'cluster.yaml'}", "rollout_s=9", "update_s=5"]
+    assert main(["plan", *args]) == 0
+    printed = capsys.readouterr().out
+    assert main(["plan", *args, "json=true"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    best, *others = found["placements"]
+    assert f"configure {' '.join(best['configure'])}\n" in printed and len(others) == printed.count("slower    ")
+    low_s, high_s = best["step_s_range"]
+    assert f"about {best['step_s']:.3g} s per step ({low_s:.3g} to {high_s:.3g}), {best['price']:.2f} per" in printed
+    columns = zip(*(one["seconds"].values() for one in best["sets"]))
+    assert sum(map(max, columns)) == pytest.approx(best["step_s"])
+    assert found["plan"]["step"]["prompts"] == 64 and f"{3600 / found['pace']['step_s']:,.1f} steps" in printed
+    assert main(["plan", *args, "json=yes"]) == 2
+    assert "json=yes: true, or leave it out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

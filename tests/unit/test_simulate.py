@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -135,6 +136,9 @@ def test_the_verb_prints_a_table_over_staleness(tmp_path, capsys) -> None:
     shown = capsys.readouterr().out
     assert [row.split()[:2] for row in shown.splitlines() if "*" in row] == [["*", "0"]]
     assert len(shown.splitlines()) == 6
+    assert main(["simulate", *line, *times, "json=true"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [f"{one['period_s']:.4g}" for one in runs] == [row[10:].split()[0] for row in shown.splitlines()[1:]]
     assert main(["simulate", *line[:3], *times]) == 0  # devices are shared: no other staleness is of this placement
     assert len(capsys.readouterr().out.splitlines()) == 2
     assert main(["simulate", *line, *times, "step.prompts_per_step=1", "algorithm.name=dapo"]) == 0

@@ -249,6 +249,7 @@ class TrackConfig:
     project: str = "verl"
     samples_per_step: NonNegativeInt = 0  # Trajectories kept per step in samples/. 0: all (replay needs all).
     report_every_steps: NonNegativeInt = 0  # 0: the report is written at the end.
+    cluster_file: str | None = None  # Figures of its devices: the seconds that they predict are recorded at the start.
 
 
 @dataclass(frozen=True)

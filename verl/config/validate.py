@@ -88,6 +88,8 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
             f"step.max_tokens_per_microbatch={budget} is below the longest row, data.max_tokens_per_row="
             f"{config.data.max_tokens_per_row}: raise the first or lower the second"
         )
+    if config.track.cluster_file is not None and command not in RL:
+        yield f"track.cluster_file={config.track.cluster_file}: `verl {command}` is not predicted; leave it out"
     if config.cluster.backend == "torchrun" and command in SAMPLES:
         why = "nothing that samples runs without a controller"
         yield f"cluster.backend=torchrun: {why}; use ray (processes) or inproc for `verl {command}`"

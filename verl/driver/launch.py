@@ -9,7 +9,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -34,7 +34,8 @@ from verl.errors import CRASH_RECORD, Refused, crash_record_of
 from verl.planner.card import CardFacts, card_lines, check_card
 from verl.planner.checkpointing import settle_checkpointing
 from verl.planner.disk import checkpoint_bytes, checkpoints_kept, small_disk
-from verl.planner.plan import make_plan
+from verl.planner.plan import Plan, make_plan
+from verl.planner.recorded import EVENT
 from verl.planner.text import render_plan
 from verl.rollout.base import ReplicaLost
 from verl.track.console import LiveProgress
@@ -92,10 +93,10 @@ def run_rl(
         check_card(resolved.config, plan.memory, card)
         for line in card_lines(plan.memory, card):
             progress.message(f"warning: {line}")
-    text, died = plan.to_json(), Deaths()
+    died = Deaths()
     for number in range(resolved.config.cluster.max_restarts + 1):
         with _repaired(resolved, number, died, progress):
-            return uvloop.run(_train(resolved, title, on_step, text, progress, died))
+            return uvloop.run(_train(resolved, title, on_step, plan, progress, died))
         resolved = _from_checkpoints(resolved)
     raise AssertionError("the last attempt returns or raises")
 
@@ -158,7 +159,7 @@ def _from_checkpoints(resolved: Resolved) -> Resolved:
 
 
 async def _train(
-    resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress, died: Deaths
+    resolved: Resolved, title: str, on_step: OnStep | None, plan: Plan, progress: LiveProgress, died: Deaths
 ) -> Finished:
     started = time.monotonic()
     with _crash_recorded(resolved, at_start=True):
@@ -166,7 +167,9 @@ async def _train(
     died.clear()
     with _crash_recorded(resolved):
         try:
-            write_atomic(run.dir / "plan.json", plan.encode())
+            write_atomic(run.dir / "plan.json", plan.to_json().encode())
+            if plan.predicted is not None:
+                run.reporter.events.append(EVENT, run.first_index, asdict(plan.predicted))
             _begun(run, title)
             with _rare_collections():
                 async with _deaths_first(run.learner.cluster), run.until_stopped(train(run)) as training:

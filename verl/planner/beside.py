@@ -9,15 +9,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import yaml
+
 from verl.config.devices import colocated
 from verl.config.load import read_config
 from verl.config.schema import Config
 from verl.errors import Refused
-from verl.planner.hardware import Nodes, some_devices
-from verl.planner.latency import Division, StepWork
+from verl.planner.columns import aligned
+from verl.planner.hardware import Nodes, read_cluster, some_devices
+from verl.planner.latency import Division
 from verl.planner.mapping import stages_of, times_of
 from verl.planner.placement import planned_roles, rules_of, work_of
-from verl.planner.text import aligned
 
 PHASES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -53,10 +55,7 @@ def measured_run(run: Path) -> MeasuredRun:
     if not (run / "config.yaml").is_file():
         raise Refused(f"{run}: no config.yaml: not the folder of a run")
     config = read_config(run / "config.yaml")
-    if config.cluster.pools or not colocated(config):
-        raise Refused(f"{run}: its rollout or roles have devices of their own; runs on shared devices are compared")
-    if others := [name for name in ("expert", "context", "sequence") if getattr(config.parallel, name) > 1]:
-        raise Refused(f"{run}: parallel.{others[0]}: the planner's seconds know tensor and pipeline parallelism alone")
+    check_comparable(config, str(run))
     lines = [line.values for line in read_metrics(run) if {"timing_s/rollout", *LENGTHS} <= {*line.values}]
     if len(lines) < 2:
         raise Refused(f"{run}: {len(lines)} steps with times; two or more are compared, without the first")
@@ -77,24 +76,37 @@ def measured_run(run: Path) -> MeasuredRun:
     )
 
 
+def check_comparable(config: Config, where: str) -> None:
+    """Raise Refused for a run of which the planner's seconds do not hold."""
+    if config.cluster.pools or not colocated(config):
+        raise Refused(f"{where}: its rollout or roles have devices of their own; runs on shared devices are compared")
+    if others := [name for name in ("expert", "context", "sequence") if getattr(config.parallel, name) > 1]:
+        raise Refused(
+            f"{where}: parallel.{others[0]}: the planner's seconds know tensor and pipeline parallelism alone"
+        )
+
+
 def predicted_seconds(run: MeasuredRun, at: Nodes) -> dict[str, float]:
     """Return the predicted seconds of each stage of a run on such nodes, for its lengths. Raise Refused if its models
     do not fit."""
-    config, c = run.config, run.config.cluster
+    return seconds_at(run.config, run.prompt_tokens, run.response_tokens, at)
+
+
+def seconds_at(config: Config, prompt_tokens: float, response_tokens: float, at: Nodes) -> dict[str, float]:
+    """Return the predicted seconds of each stage of a step for prompts and answers of these lengths. Raise Refused if
+    the models do not fit."""
+    c = config.cluster
     devices = c.nodes * c.ranks_per_node
     if devices > at.devices or devices % min(devices, at.devices_per_node):
         raise Refused(f"the run has {devices} ranks, the cluster file {at.devices} x {at.device.name}")
     p = config.parallel
     layout = Division(p.tensor, p.pipeline, devices // (p.tensor * p.pipeline))
     roles, nodes = planned_roles(config), some_devices(at, devices)
-    found = times_of(roles, [nodes], rules_of(config, _work(run), layout))(tuple(r.name for r in roles), 0, devices)
+    work = replace(work_of(config, response_tokens), prompt_tokens=prompt_tokens)
+    found = times_of(roles, [nodes], rules_of(config, work, layout))(tuple(r.name for r in roles), 0, devices)
     if found is None:
         raise Refused(f"the models of the run do not fit {devices} x {at.device.name} by the figures of the file")
     return {stage: s for stage, s in zip(stages_of(roles), found.seconds) if s}
-
-
-def _work(run: MeasuredRun) -> StepWork:
-    return replace(work_of(run.config, run.response_tokens), prompt_tokens=run.prompt_tokens)
 
 
 def learned_figures(run: MeasuredRun, at: Nodes) -> dict[str, float]:
@@ -181,3 +193,23 @@ def beside(run: Path, at: Nodes) -> str:
         agreed += f" ({figures})" if figures else ""
     lengths = f"answers of {found.response_tokens:.4g} tokens to prompts of {found.prompt_tokens:.4g}, on average"
     return "\n".join([f"{run} on {at.device.name} ({lengths})", *aligned(rows), agreed])
+
+
+def learned_file(runs: Sequence[Path], cluster_file: Path) -> str:
+    """Return the text of the cluster file of one node group with the figures that agree with these runs: of several
+    the median of each figure. Raise Refused if no run determines one."""
+    groups = read_cluster(cluster_file)
+    if len(groups) != 1:
+        raise Refused(f"{cluster_file}: {len(groups)} node groups; the figures of one are learned from runs")
+    found = [learned_figures(measured_run(run), groups[0]) for run in runs]
+    figures = {
+        name: statistics.median(one[name] for one in found if name in one)
+        for name in ("compute_share", "bandwidth_share", "step_ms")
+        if any(name in one for one in found)
+    }
+    if not figures:
+        raise Refused(f"{', '.join(map(str, runs))}: no figures agree with the run; the rates of the file are too low")
+    entry = yaml.safe_load(cluster_file.read_text())[0]
+    learned = entry | {name: float(f"{value:.4g}") for name, value in figures.items()}
+    about = f"# {', '.join(figures)}: of {', '.join(map(str, runs))}\n"
+    return about + yaml.safe_dump([learned], sort_keys=False)

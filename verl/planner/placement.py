@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from verl.algorithms.presets import settled
 from verl.bounds import size_text
@@ -21,6 +21,7 @@ from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.optimizer_table import OPTIMIZERS
+from verl.planner.columns import aligned
 from verl.planner.hardware import Nodes, scaled, some_devices
 from verl.planner.latency import (
     RESERVE,
@@ -47,7 +48,6 @@ from verl.planner.mapping import (
 )
 from verl.planner.simulate import Lengths, Simulated
 from verl.planner.sizes import parameters_used
-from verl.planner.text import aligned
 from verl.planner.what_if import simulated, workload_of
 
 OTHERS = 5
@@ -297,6 +297,33 @@ def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
             between += f", simulated {other.seconds(config) / best.seconds(config) - 1:+.0%}"
         lines.append(f"slower    {_sets_text(other.placement)}: {_why(one, other.placement, stages, between)}")
     return "\n".join(lines)
+
+
+def as_data(config: Config, found: Sequence[PlacedRun], work: StepWork) -> list[dict[str, object]]:
+    """Return the placements as data for JSON, best first: the seconds with their range, the devices of each set, and
+    the arguments that configure them."""
+    stages = stages_of(planned_roles(config))
+    return [
+        {
+            "device": placed.at.device.name,
+            "step_s": placed.placement.step_s,
+            "step_s_range": [seconds_on(config, placed, end, work) for end in corners(placed)],
+            "price": placed.placement.price,
+            "simulated": None if placed.simulated is None else asdict(placed.simulated),
+            "layout": asdict(placed.layout),
+            "sets": [
+                {
+                    "roles": one.roles,
+                    "devices": one.times.devices,
+                    "held_bytes": one.times.held_bytes,
+                    "seconds": dict(zip(stages, one.times.seconds)),
+                }
+                for one in placed.placement.sets
+            ],
+            "configure": overrides(config, placed),
+        }
+        for placed in found[: OTHERS + 1]
+    ]
 
 
 def _pace_lines(config: Config, placed: PlacedRun) -> list[str]:

@@ -42,6 +42,7 @@ from verl.planner.disk import (
     small_memory,
 )
 from verl.planner.memory import MemoryEstimate, process_memory
+from verl.planner.recorded import Prediction, prediction_of
 from verl.planner.sizes import RolloutSizes, RunLength, StepSizes, rollout_sizes, run_length, step_sizes, teacher_share
 from verl.wire import FP8
 from verl.workers import host
@@ -69,6 +70,7 @@ class Plan:
     on_base: tuple[str, ...] = ()  # Roles that compute on the policy's frozen base.
     base_format: str = "none"  # The format of that base: none (float32), nf4 or int8.
     served_factors: bool = False  # Rollout engines get the factors unmerged.
+    predicted: Prediction | None = None  # The seconds of a step, if the run names a cluster file.
     calls: str = ""  # How calls of tools are written; "" without tools.
 
     def to_json(self) -> str:
@@ -110,6 +112,7 @@ def make_plan(config: Config) -> Plan:
         on_base=roles_on_base(config),
         base_format=base_format(config),
         served_factors=served_factors(config) is not None,
+        predicted=prediction_of(config),
         calls=written_calls(config, Path(config.model.tokenizer_path or model.folder).expanduser()),
     )
 

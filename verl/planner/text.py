@@ -22,12 +22,6 @@ SERVED = {
 }
 
 
-def aligned(rows: Sequence[Sequence[str]], right: bool = False) -> list[str]:
-    """Return a line for each row, in which columns begin, or with `right` end, at the same place."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(f"{cell:{'>' if right else '<'}{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows]
-
-
 def render_plan(plan: Plan) -> str:
     """Return the plan as aligned plain text."""
     step, one, kept = plan.step, plan.checkpoint_bytes, plan.checkpoints_kept
@@ -48,6 +42,8 @@ def render_plan(plan: Plan) -> str:
     if plan.teacher_share is not None:
         prefix = f"its pass over a step takes {plan.teacher_share:.2g} of the FLOPs of the policy's update"
         lines["teacher"] = prefix if plan.teacher_share else "computed elsewhere"
+    if plan.predicted is not None:
+        lines["predicted"] = plan.predicted.text()
     if plan.calls:
         lines["agent"] = f"calls of tools are written as {plan.calls}"
     lines |= _cluster_lines(plan.cluster) if plan.cluster else {}

@@ -12,8 +12,8 @@ from verl.config.devices import colocated
 from verl.config.schema import Config
 from verl.driver.scheduler import Scheduler
 from verl.errors import Refused
+from verl.planner.columns import aligned
 from verl.planner.simulate import Decoding, Lengths, Simulated, Workload, lengths_like, lognormal, simulate
-from verl.planner.text import aligned
 
 STALENESS = (0.0, 0.25, 0.5, 1.0, 2.0)
 PUBLISHES = 22

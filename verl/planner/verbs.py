@@ -1,0 +1,166 @@
+"""`verl plan` and `verl simulate` behind the command line: their own arguments, and what they print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl.config.devices import colocated, on_cuda
+from verl.config.load import Resolved
+from verl.config.schema import Config
+from verl.config.validate import validate
+from verl.errors import Refused
+from verl.planner.beside import learned_file
+from verl.planner.card import supposed_card
+from verl.planner.checkpointing import settle_checkpointing
+from verl.planner.clock import pace_of
+from verl.planner.hardware import read_cluster
+from verl.planner.placement import AIMS, PlacedRun, as_data, best_placements, paced, render, smallest_cluster, work_of
+from verl.planner.plan import make_plan
+from verl.planner.simulate import lognormal
+from verl.planner.text import card_line, pace_line, render_plan
+from verl.planner.what_if import (
+    SHAPE,
+    TIMES,
+    lengths_of,
+    measured_by,
+    neighbours,
+    not_counted,
+    simulated,
+    table,
+    workload_of,
+)
+from verl.workers import host
+
+PLACEMENT = ("cluster_file", "aim", "mean_tokens", "sigma", "deadline_s")
+"""Arguments of `verl plan` about the placement of roles on a cluster."""
+STEP_TIMES = ("rollout_s", "update_s")
+PLAN = (*STEP_TIMES, "card_gib", "json", *PLACEMENT)
+"""The arguments of `verl plan` that are no keys of a run."""
+SIMULATE = (*TIMES, *SHAPE, "from", "json")
+"""Those of `verl simulate`."""
+
+
+def print_learned(args: Sequence[str]) -> int:
+    """Print the cluster file with the figures that agree with measured runs: `verl plan learn=RUN cluster_file=FILE`.
+    Several runs are given as [A,B]."""
+    given = dict(arg.partition("=")[::2] for arg in args)
+    if {*given} != {"learn", "cluster_file"}:
+        other = next((key for key in given if key not in ("learn", "cluster_file")), None)
+        raise Refused(f"verl plan learn=RUN cluster_file=FILE{'' if other is None else f' takes no {other}='}")
+    runs = [Path(name.strip()) for name in given["learn"].strip("[]").split(",")]
+    print(learned_file(runs, Path(given["cluster_file"])), end="")
+    return 0
+
+
+def print_plan(resolved: Resolved, given: Mapping[str, str]) -> int:
+    """Print the plan of a run, and its placement on the cluster of a file if one is given."""
+    as_json = _wants_json(given)
+    validate(resolved.config)
+    times_s = [_number(key, given[key], "the seconds of one step") for key in STEP_TIMES if key in given]
+    if len(times_s) == 1:
+        raise Refused("give both times of a step: rollout_s=SECONDS update_s=SECONDS")
+    card = None
+    if "card_gib" in given:
+        card = supposed_card(_number("card_gib", given["card_gib"], "the GiB of memory of a card"))
+    has = card.free_bytes if card is not None else None if on_cuda(resolved.config) else host.total_bytes()
+    resolved, line = settle_checkpointing(resolved, has)
+    config = resolved.config
+    made, pace = make_plan(config), pace_of(config, *times_s) if times_s else None
+    card_text = None if card is None else card_line(config, made, card)
+    if as_json:
+        found = _placed(config, given)
+        placed = None if found is None else as_data(config, found[0], found[1])
+        _print_json({"plan": made, "pace": None if pace is None else asdict(pace), "placements": placed})
+        return 0
+    print(render_plan(made) + (f"\n{line}\n" if line else ""))
+    if card_text is not None:
+        print(card_text)
+    if pace is not None:
+        print(pace_line(config, pace))
+    if (found := _placed(config, given)) is not None:
+        print(render(config, *found))
+        if "deadline_s" in given and found[0][0].seconds(config) > float(given["deadline_s"]):
+            print("the simulated step is longer than deadline_s: its formula has no tail of long answers and no waits")
+    return 0
+
+
+def _placed(config: Config, given: Mapping[str, str]) -> tuple[list[PlacedRun], Any] | None:
+    """Return the placements on the cluster of a file, best first, and the work of a step; None without a file."""
+    if not (named := [key for key in PLACEMENT if key in given]):
+        return None
+    if "cluster_file" not in given:
+        raise Refused(f"{named[0]}={given[named[0]]} is of a placement: give cluster_file=FILE too")
+    if (aim := given.get("aim", AIMS[0])) not in AIMS:
+        raise Refused(f"aim={aim}: {' or '.join(AIMS)}")
+    mean = given.get("mean_tokens")
+    work = work_of(config, None if mean is None else _number("mean_tokens", mean, "the tokens of a mean answer"))
+    cluster = read_cluster(Path(given["cluster_file"]))
+    if "deadline_s" in given:
+        if "aim" in given:
+            raise Refused(f"aim={aim} and deadline_s={given['deadline_s']}: give one; with a deadline it is the size")
+        deadline_s = _number("deadline_s", given["deadline_s"], "the seconds that a step may take")
+        found = smallest_cluster(config, cluster, work, deadline_s)
+    else:
+        found = best_placements(config, cluster, work, aim)
+    if "sigma" in given or not colocated(config):
+        sigma = _number("sigma", given.get("sigma", "0"), "of the logarithm of the lengths of answers", zero=True)
+        lengths = lognormal(work.response_tokens, sigma, config.rollout.max_response_tokens)
+        found = paced(config, found, work, lengths)
+    return found, work
+
+
+def print_simulated(resolved: Resolved, given: Mapping[str, str]) -> int:
+    """Print the pace of a run, and with devices of its own for the rollout that of other staleness too."""
+    as_json, config = _wants_json(given), resolved.config
+    validate(config)
+    if "from" in given and (twice := [key for key in SHAPE if key in given]):
+        raise Refused(f"{twice[0]}={given[twice[0]]} and from={given['from']}: the lengths are those of the run")
+    found = measured_by(Path(given["from"])) if "from" in given else None
+    wanted = [*TIMES, *(SHAPE if found is None else ())]
+    known = (
+        {"publish_s": "0"} if found is None else {"update_s": str(found.update_s), "publish_s": str(found.publish_s)}
+    )
+    if missing := [key for key in wanted if key not in given and key not in known]:
+        raise Refused(f"{', '.join(missing)}: not given (verl simulate --help)")
+    numbers = {
+        key: _number(key, given.get(key) or known[key], zero=key not in ("token_s", "mean_tokens")) for key in wanted
+    }
+    lengths = lengths_of(config, [numbers[key] for key in SHAPE if key in numbers], found)
+    runs = [(one, simulated(one, workload_of(one, numbers, lengths))) for one in neighbours(config)]
+    line = not_counted(config)
+    if as_json:
+        rows = [{"staleness": one.pipeline.staleness, **asdict(got)} for one, got in runs]
+        _print_json({"runs": rows, "not_counted": line})
+        return 0
+    print(table(config, runs))
+    if line:
+        print(line)
+    return 0
+
+
+def _wants_json(given: Mapping[str, str]) -> bool:
+    """Return True with json=true. Raise Refused for another value."""
+    if given.get("json", "true") != "true":
+        raise Refused(f"json={given['json']}: true, or leave it out")
+    return "json" in given
+
+
+def _print_json(data: Mapping[str, Any]) -> None:
+    print(msgspec.json.format(msgspec.json.encode(data), indent=2).decode())
+
+
+def _number(key: str, text: str, meaning: str = "a number", *, zero: bool = False) -> float:
+    """Return a number above 0, or with `zero` of 0 or more."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf or (number == 0 and not zero):
+        raise Refused(f"{key}={text}: {meaning}, {'0 or more' if zero else 'above 0'}")
+    return number
