@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from vision import END, IMAGE, START, VIDEO, VOCAB, chat_folder, drawn, model, sample_ids
+from vision import END, IMAGE, KINDS, START, VIDEO, VOCAB, chat_folder, drawn, model, sample_ids
+from vision_families import random_model
 
 from verl.media_tokens import Picture
-from verl.models.clips import Clip
+from verl.models.clips import CLIPS, Clip
 from verl.types import Grid, Medium, Sample, Segment
 
 av = pytest.importorskip("av", reason="PyAV is not installed (the extra video)")
@@ -58,7 +59,10 @@ def video(
 
 def video_model(kind: str, **given: Any) -> Any:
     """Return a tiny random model with patches of two frames."""
-    return model(kind, tower={"temporal_patch_size": PER}, **given)
+    tower = {"temporal_patch_size": PER}
+    if kind in KINDS:
+        return model(kind, tower=tower, **given)
+    return random_model(kind, {"vision_end_token_id": END}, tower=tower, **given)
 
 
 def video_folder(folder: Path, kind: str) -> Path:
@@ -72,14 +76,14 @@ def video_folder(folder: Path, kind: str) -> Path:
 
 GRIDS: dict[str, Grid] = {"cat": (1, 4, 6), "cut": (2, 4, 6), "long": (5, 2, 4)}
 """The patches of an image, of a video, and of a video that is longer in positions of time than it is wide."""
-_STEPS = {"qwen2_vl": 1.0, "qwen2_5_vl": 2.5, "qwen3_vl": 1.0}
+_STEPS = dict.fromkeys(CLIPS, 1.0) | {"qwen2_5_vl": 2.5}
 SEEN = {"cat": IMAGE, "cut": VIDEO, "long": VIDEO}
 
 
 def clip_of(kind: str, name: str) -> Clip | None:
     if name == "cat":
         return None
-    return Clip(_STEPS[kind], (5, 3, 4, 3)[: GRIDS[name][0] - 1] if kind == "qwen3_vl" else ())
+    return Clip(_STEPS[kind], (5, 3, 4, 3)[: GRIDS[name][0] - 1] if CLIPS[kind].timed else ())
 
 
 @cache
@@ -96,7 +100,7 @@ def blocks(kind: str, name: str) -> list[tuple[int, int]]:
     """Return for each block of features (an image, a video, or a frame of one) the tokens of text in front of it within
     its medium, and its own."""
     frames, rows, columns = GRIDS[name]
-    if kind != "qwen3_vl" or frames == 1:
+    if not CLIPS[kind].timed or frames == 1:
         return [(0, frames * rows * columns // 4)]
     clip = clip_of(kind, name)
     assert clip is not None
@@ -148,7 +152,7 @@ def qwen_inputs(kind: str, module: Any, sample: Sample) -> dict[str, Any]:
             text(m.start - end)
             own, end, video = at + m.start, m.end, m.reference != "cat"
             frames, *sides = content[m.reference].grid
-            grid = torch.tensor([1 if kind == "qwen3_vl" else frames, *sides])
+            grid = torch.tensor([1 if CLIPS[kind].timed else frames, *sides])
             for gap, features in blocks(kind, m.reference):
                 text(gap)
                 kinds[own + gap : own + gap + features] = 2 if video else 1

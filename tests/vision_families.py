@@ -183,12 +183,14 @@ def _first(kind: str) -> Any:
     return random_model(kind, {})
 
 
-def random_model(kind: str, ids: Mapping[str, int], **text: Any) -> Any:
-    """Return a model with random weights, of which biases and norms have an effect. ids: of its placeholders · text:
-    further keys of its text configuration."""
+def random_model(kind: str, ids: Mapping[str, int], tower: Mapping[str, Any] | None = None, **text: Any) -> Any:
+    """Return a model with random weights, of which biases and norms have an effect. ids: of its placeholders · tower,
+    text: further keys of its vision and text configuration."""
     k = KINDS[kind]
-    more = {key: value for key, value in k.more.items() if not (ids and key.startswith("image_token"))}
-    described = {"text_config": _TEXT | k.text | text, "vision_config": _TOWER | k.tower, **more, **ids}
+    own = any(key.startswith("image_token") for key in ids)
+    more = {key: value for key, value in k.more.items() if not (own and key.startswith("image_token"))}
+    seen = _TOWER | k.tower | dict(tower or {})
+    described = {"text_config": _TEXT | k.text | text, "vision_config": seen, **more, **ids}
     config = getattr(transformers, k.config)(**described)
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -41,6 +41,9 @@ def written(path: Path, root: Path) -> Path:
         pytest.param("qwen2_5_vl", "native", marks=pytest.mark.slow),
         pytest.param("qwen2_vl", "native", marks=pytest.mark.slow),
         pytest.param("qwen3_vl", "hf", marks=pytest.mark.slow),
+        pytest.param("qwen3_vl_moe", "native", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", "native", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", "native", marks=pytest.mark.slow),
     ],
 )
 def test_rows_with_videos_train(kind: str, rollout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,10 +74,11 @@ def test_every_path_has_the_logprobs_and_gradients_of_transformers(kind: str, pa
     batch = with_pictures(batch, pictures(kind), config).with_columns({"w/loss": torch.cat(shares(kind))})
     found = engine.forward_backward(batch, (Term(name="loss", fn=nll),), extra_outputs=("logprobs",))
     torch.testing.assert_close(found.columns["logprobs"], torch.cat(own), rtol=0, atol=1e-5)
+    rounding = 5e-6 if kind.startswith("qwen3_5") else 1e-6  # products of many decays
     for name, p in engine.model.named_parameters():
         assert own_gradients[name].abs().max() > 1e-4 and p.grad is not None, name
         scale = float(own_gradients[name].abs().max())
-        assert float((p.grad - own_gradients[name]).abs().max()) < 1e-5 * scale + 1e-6, name
+        assert float((p.grad - own_gradients[name]).abs().max()) < 1e-5 * scale + rounding, name
 
 
 @pytest.mark.parametrize("kind", CLIPS)
@@ -91,7 +92,7 @@ def test_positions_are_those_of_transformers_unless_a_video_is_longer_than_wide(
         own, deltas = module.base_model.get_rope_index(**inputs)
         batch = with_pictures(pack([row]), pictures(kind), made(kind).config)
         assert torch.equal(batch.positions, given["position_ids"][:, 0])
-        if "long" not in row.media or kind == "qwen3_vl":
+        if "long" not in row.media or CLIPS[kind].timed:
             assert torch.equal(batch.positions, own[:, 0])
         elif row.segments[0].media[-1].reference == "long":
             assert int(own[0, 0, -1]) < int(batch.positions[0, -1]), "of the last token of the text"

@@ -34,7 +34,7 @@ CONFIG = SimpleNamespace(
     vision_end_token_id=8,
     vision_config=SimpleNamespace(tokens_per_second=4),
 )
-PROCESSORS = {"qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl", "qwen3_vl": "qwen3_vl"}
+PROCESSORS = {kind: "qwen2_vl" if kind in ("qwen2_vl", "qwen2_5_vl") else "qwen3_vl" for kind in CLIPS}
 SHAPES = [(2, 10.0, 33, 57), (30, 10.0, 90, 120), (33, 25.0, 300, 150), (301, 29.97, 60, 80), (7, 12.0, 500, 20)]
 """Frames, frames in a second, height and width."""
 

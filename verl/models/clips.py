@@ -121,10 +121,14 @@ def _per_second(config: Any, seconds: float) -> float:
     return float(np.float32(config.vision_config.tokens_per_second) * np.float32(seconds))
 
 
+_TIMED = ClipRules(settings=_QWEN3, even=True, whole=True, step=lambda config, seconds: 1.0, timed=True)
 CLIPS: Mapping[str, ClipRules] = {
     "qwen2_vl": ClipRules(settings=_QWEN2, even=False, whole=False, step=lambda config, seconds: 1.0, timed=False),
     "qwen2_5_vl": ClipRules(settings=_QWEN2, even=False, whole=False, step=_per_second, timed=False),
-    "qwen3_vl": ClipRules(settings=_QWEN3, even=True, whole=True, step=lambda config, seconds: 1.0, timed=True),
+    "qwen3_vl": _TIMED,
+    "qwen3_vl_moe": _TIMED,
+    "qwen3_5": _TIMED,
+    "qwen3_5_moe": _TIMED,
 }
 """The families of which videos are read, by the `model_type` of config.json."""
 
