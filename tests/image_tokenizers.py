@@ -20,7 +20,8 @@ TILES = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3
 @dataclass(frozen=True, kw_only=True)
 class Kind:
     """The processor of a family. image: the token of a feature, the first id of the model · written: the token that
-    the chat template writes · tokens: further special tokens, with their ids in the order given"""
+    the chat template writes · begin: the token with which it begins · tokens: further special tokens, with their ids
+    in the order given"""
 
     image: str
     written: str = ""
@@ -31,6 +32,7 @@ class Kind:
     settings: Mapping[str, Any]
     more: Mapping[str, Any] = field(default_factory=dict)
     metaspace: bool = False
+    begin: str = ""
     marks: int
     """The number of tokens that a policy must not sample."""
 
@@ -66,6 +68,14 @@ KINDS: dict[str, Kind] = {
         more={"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         metaspace=True,
         marks=1,
+    ),
+    "mllama": Kind(
+        image="<|image|>",
+        begin="<|begin_of_text|>",
+        processor="MllamaProcessor",
+        images="MllamaImageProcessorPil",
+        settings={"size": SQUARE, "max_image_tiles": 4},
+        marks=0,
     ),
     "internvl": Kind(
         image="<IMG_CONTEXT>",
@@ -118,15 +128,17 @@ def tokenizer_of(kind: str, *, without: str = "") -> Any:
     else:
         core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         core.decoder = decoders.ByteLevel()
-    given = [token for token in (*SPECIAL_TOKENS, k.image, *k.tokens) if token != without]
+    begin = (k.begin,) if k.begin else ()
+    given = [token for token in (*SPECIAL_TOKENS, *begin, k.image, *k.tokens) if token != without]
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in given])
     made = transformers.PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token="<pad>",
         eos_token="<|end|>",
+        bos_token=k.begin or None,
         extra_special_tokens={} if without else dict(k.names),
     )
-    made.chat_template = TEMPLATE.replace("IMAGE", k.written or k.image)
+    made.chat_template = k.begin + TEMPLATE.replace("IMAGE", k.written or k.image)
     return made
 
 
@@ -152,5 +164,6 @@ def built(kind: str, tokenizer: Any) -> Any:
     ids = {"image_token_id": tokenizer.convert_tokens_to_ids(KINDS[kind].image)}
     if kind == "gemma3":
         ids |= {"boi_token_index": tokenizer.boi_token_id, "eoi_token_index": tokenizer.eoi_token_id}
-    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    return random_model(kind, ids, vocab_size=len(tokenizer), **ends)
+    ends = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
+    outside = kind == "mllama"  # no policy can sample its token of images
+    return random_model(kind, ids, vocab_size=len(tokenizer) - outside, **ends)

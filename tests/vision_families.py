@@ -124,6 +124,26 @@ KINDS: dict[str, Kind] = {
         grids=_ONE_TILE,
         pixels=lambda grid: (grid[0], 3, 8, 8),
     ),
+    "mllama": Kind(
+        config="MllamaConfig",
+        text={
+            "num_hidden_layers": 4,
+            "cross_attention_layers": [1, 3],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        tower={
+            "patch_size": 4,
+            "image_size": 8,
+            "num_global_layers": 1,
+            "attention_heads": 2,
+            "intermediate_layers_indices": [0],
+            "vision_output_dim": 32,
+        },
+        more={"image_token_index": IMAGE},
+        grids={"cat": (2, 1, 2), "dog": (1, 1, 1), "fox": (3, 3, 1)},
+        pixels=lambda grid: (grid[0], 3, 8, 8),
+        native=False,
+    ),
     "smolvlm": _SMOLVLM,
     "idefics3": replace(_SMOLVLM, config="Idefics3Config"),
     "qwen3_vl_moe": Kind(
@@ -196,7 +216,7 @@ def random_model(kind: str, ids: Mapping[str, int], tower: Mapping[str, Any] | N
         torch.manual_seed(0)
         made = transformers.AutoModelForImageTextToText.from_config(config).float()
         for name, parameter in made.named_parameters():
-            if "projection_weight" in name:  # zeros at the beginning
+            if "projection_weight" in name or "gate" in name.rpartition(".")[2]:  # zeros at the beginning
                 parameter.data.normal_(std=0.2)
             elif "bias" in name or "norm" in name or "lambda" in name:
                 parameter.data.add_(torch.randn_like(parameter) * 0.2)
@@ -234,11 +254,17 @@ def seen(kind: str, text: list[int], *names: str, source: Any = "prompt") -> Seg
     return Segment(ids=np.array([*ids, *text[1:]]), source=source, media=tuple(media))
 
 
+def crossed(kind: str) -> bool:
+    family = family_of(_first(kind).config)
+    return family is not None and family.crossed
+
+
 @cache
 def rows(kind: str) -> list[Sample]:
     """Return rows with 0, 1, 2 and 3 images, several turns, and a placeholder that the policy sampled."""
     one, three = seen(kind, [1, 2, 3], "cat"), seen(kind, [4, 5], "fox", "cat", "dog")
-    text, later = seen(kind, [6, 7, 8]), seen(kind, [9, 10, 11], "dog", source="env")
+    late = () if crossed(kind) else ("dog",)
+    text, later = seen(kind, [6, 7, 8]), seen(kind, [9, 10, 11], *late, source="env")
     given = [
         ("a", (one, drawn(12, 13))),
         ("a", (one, drawn(14, IMAGE, 15))),
@@ -269,6 +295,9 @@ def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
     given: dict[str, Any] = {"input_ids": torch.from_numpy(ids)[None], "use_cache": False}
     if sample.media:
         given |= _content([content[name] for name in sample.media], family.content)
+        if family.crossed:
+            given["cross_attention_mask"] = _crossed(ids.tolist(), spare, given.pop("num_tiles"))
+            given["input_ids"] = torch.from_numpy(sample_ids(sample))[None]  # the token of an image is text
         if kinds := "token_type_ids" if family.mutual else "mm_token_type_ids" if family.axes > 1 else None:
             given[kinds] = torch.from_numpy(is_image)[None]
     logits = module(**given).logits[0].log_softmax(-1)
@@ -276,8 +305,31 @@ def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
     return own
 
 
-def _content(images: list[Picture], form: str) -> dict[str, Tensor]:
+def _crossed(ids: list[int], image: int, tiles: list[int]) -> Tensor:
+    """Return the mask of cross-attention [1, T, images, 4], as the processor of Mllama makes it."""
+    from transformers.models.mllama import processing_mllama as own
+
+    places = own.get_cross_attention_token_mask(ids, image)
+    return torch.from_numpy(own.convert_sparse_cross_attention_mask_to_dense([places], [tiles], 4, len(ids)))
+
+
+def _canvas(images: list[Picture]) -> dict[str, Any]:
+    from transformers.models.mllama import image_processing_pil_mllama as own
+
+    tiles, num_tiles = own.pack_images([[image.patches.numpy() for image in images]], 4)
+    sides = [[image.grid[1:] for image in images]]
+    return {
+        "pixel_values": torch.from_numpy(tiles),
+        "aspect_ratio_ids": torch.from_numpy(own.convert_aspect_ratios_to_ids_np(sides, 4)),
+        "aspect_ratio_mask": torch.from_numpy(own.build_aspect_ratio_mask_np(sides, 4)),
+        "num_tiles": num_tiles[0],
+    }
+
+
+def _content(images: list[Picture], form: str) -> dict[str, Any]:
     """Return images as the processors of transformers do."""
+    if form == "tiles on a canvas":
+        return _canvas(images)
     if form != "pixels":
         content = torch.cat([image.patches for image in images])
         if form == "patches":

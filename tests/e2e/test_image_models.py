@@ -154,6 +154,24 @@ def test_parts_that_rows_of_text_do_not_train_are_refused(
     assert not (tmp_path / "r").exists()
 
 
+@pytest.mark.parametrize(
+    "given, line",
+    [
+        ("model.lora.rank=2", "model.lora: .* is a mllama, a model that reads images by cross-attention, and no test"),
+        ("model.engine=sharded", "model.engine=sharded: .* its ranks would not run the same layers; use one rank"),
+    ],
+)
+def test_settings_that_do_not_work_with_cross_attention(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, given: str, line: str
+) -> None:
+    config = load_config(small_args(tmp_path, folder, arithmetic_data, given)).config
+    other = tmp_path / "mllama"
+    other.mkdir()
+    (other / "config.json").write_text(json.dumps({"model_type": "mllama", "vision_config": {"image_size": 8}}))
+    crossed = changed(config, {"model.path": str(other)})
+    assert re.match(line, next(iter(image_model_faults(crossed, "train", samples=True))))
+
+
 def test_a_fork_has_the_untrained_weights_of_its_checkpoint(
     folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path
 ) -> None:

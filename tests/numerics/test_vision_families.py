@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import transformers
 from PIL import Image
 from rollouts import context_of, source_of
 from torch import Tensor
-from vision import png
-from vision_families import KINDS, Content, model, own_logprobs, pictures, rows
+from vision import drawn, png
+from vision_families import KINDS, Content, model, own_logprobs, pictures, rows, seen
 
 from verl.algorithms.losses import nll
 from verl.batch import pack
@@ -27,6 +28,7 @@ from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
+from verl.models.crossed import read_images
 from verl.models.encode import encode_pictures
 from verl.models.families import auto_class, family_name, family_of
 from verl.models.image_files import image_processor
@@ -122,6 +124,34 @@ async def answered(kind: str, module: Any, engine: EmbeddedEngine, given: list[G
     await engine.close()
 
 
+def test_tokens_read_the_images_that_the_processor_of_mllama_shows_them() -> None:
+    """Images side by side are read together."""
+    from transformers.models.mllama import processing_mllama as own
+
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        tokens = int(rng.integers(2, 12))
+        places = np.flatnonzero(rng.random(tokens) < 0.5).tolist() or [1]
+        ids = [1 if i in places else 0 for i in range(tokens)]
+        ranges = own.get_cross_attention_token_mask(ids, 1)
+        dense = own.convert_sparse_cross_attention_mask_to_dense([ranges], [[1] * len(places)], 1, tokens)
+        assert np.array_equal(read_images(places, tokens), dense[0, :, :, 0]), places
+
+
+@pytest.mark.parametrize("which", ["train", "infer"])
+def test_an_image_behind_a_trained_token_is_refused_with_cross_attention(which: str) -> None:
+    """In transformers the tokens before the first image would read it."""
+    engine = TorchEngine(model("mllama"), EngineSettings(dtype="float32", optim=OptimSpec(lr=0.1)))
+    first, late = seen("mllama", [1, 2], "cat"), seen("mllama", [3], "dog", source="env")
+    batch = pack([replace(rows("mllama")[0], segments=(first, drawn(12), late, drawn(13)))])
+    batch = with_pictures(batch, pictures("mllama"), engine.model.config)
+    with pytest.raises(Refused, match="an image behind a token that is trained: .*all images in front of what is"):
+        if which == "infer":
+            engine.infer(batch, ("logprobs",))
+        else:
+            engine.forward_backward(batch.with_columns({"w/loss": torch.ones(2)}), (Term(name="loss", fn=nll),))
+
+
 PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pixtral": ("PixtralImageProcessorPil", {"size": {"longest_edge": 12}}, {"patch_size": 2}),
     "mistral3": ("PixtralImageProcessorPil", {"size": {"longest_edge": 12}}, {"patch_size": 4}),
@@ -132,6 +162,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}},
         {"return_row_col_info": True},
     ),
+    "mllama": ("MllamaImageProcessorPil", {"size": {"height": 8, "width": 8}}, {}),
     "internvl": ("GotOcr2ImageProcessorPil", {"size": {"height": 8, "width": 8}}, {"crop_to_patches": True}),
 }
 """The image processor of a family, its settings, and what its processor of text and images adds to them."""
@@ -140,19 +171,21 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", PROCESSORS)
 def test_images_are_processed_as_the_processor_of_the_family_does(kind: str, tmp_path: Path) -> None:
     name, settings, more = PROCESSORS[kind]
-    made, store, content = getattr(transformers, name)(**settings), MemoryQueue().media, png(24, 17)
+    made, store, file = getattr(transformers, name)(**settings), MemoryQueue().media, png(24, 17)
     module = model(kind)
     family = family_of(module.config)
     module.config.save_pretrained(tmp_path)
     made.save_pretrained(tmp_path)
-    reference = store.put(content, "test")
+    reference = store.put(file, "test")
     picture = Pictures(tmp_path, store).of([reference])[reference]
-    expected = made(images=[Image.open(io.BytesIO(content))], return_tensors="pt", **more)
-    assert torch.equal(picture.patches, expected["pixel_values"].view(picture.patches.shape))
-    assert family is not None
+    expected = made(images=[Image.open(io.BytesIO(file))], return_tensors="pt", **more)
+    content = expected["pixel_values"].flatten(0, -len(picture.patches.shape))
+    assert family is not None and (len(content) == len(picture.patches) or family.crossed)
+    assert torch.equal(picture.patches, content[: len(picture.patches)]), "tiles after these are empty"
     (features,), _ = encode_pictures(module.base_model, family, module.config, [picture], torch.device("cpu"))
-    tokens = {"pixtral": 24, "mistral3": 6, "gemma3": 4, "internvl": 52, "llava": 4, "smolvlm": 20}
-    assert features.shape == (tokens[kind], 32) and family.features(module.config, picture.grid) == tokens[kind]
+    tokens = {"pixtral": 24, "mistral3": 6, "gemma3": 4, "internvl": 52, "llava": 4, "smolvlm": 20, "mllama": 20}
+    own = 1 if family.crossed else tokens[kind]
+    assert features.shape == (tokens[kind], 32) and family.features(module.config, picture.grid) == own
     assert family.grid_of(image_processor(tmp_path)[0], module.config, 17, 24) == picture.grid
 
 
@@ -180,7 +213,7 @@ def test_models_that_read_more_than_text_are_refused_without_a_row(described: di
 
 def test_a_folder_of_another_family_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     """transformers builds all of these as causal language models, without a word about images."""
-    for config in (transformers.MllamaConfig(), transformers.FuyuConfig(), transformers.Llama4Config()):
+    for config in (transformers.LlavaNextConfig(), transformers.FuyuConfig(), transformers.Llama4Config()):
         config.save_pretrained(tmp_path)
         with pytest.raises(Refused, match="reads more than text"):
             check_loadable(tmp_path)

@@ -15,7 +15,7 @@ from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import Message, Renderer, RowRefused, TemplateAudit, Tokenizer, refuse_dropped
 from verl.data.media import PLACEHOLDER
 from verl.models.expand import is_mark
-from verl.models.families import ImageFamily
+from verl.models.families import LATE_IMAGE, ImageFamily
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,12 @@ class MarkedRenderer(Renderer):
 class ImagePrompts:
     """Renders prompts for a model that reads images. placeholders: the token that the chat template writes for each
     type of content part · plain: the ids of the text of each token of this kind, as of any other text · around: the
-    text beside each placeholder of an image"""
+    text beside each placeholder of an image · crossed: of `ImageFamily`"""
 
     placeholders: Mapping[str, int]
     plain: PlainText
     around: Around
+    crossed: bool
 
     def ids(self, r: Renderer, messages: Sequence[Mapping[str, Any]], audit: TemplateAudit) -> np.ndarray:
         """Return the ids [P] int64 of the messages with the generation prompt, with one placeholder for each image
@@ -98,8 +99,11 @@ class ImagePrompts:
             renderer=partial(MarkedRenderer, plain=self.plain, around=self.around),
         )
         for row in rows:
-            if row.mask[self.places(row.ids, marked[: row.last + 1])].any():
+            places = self.places(row.ids, marked[: row.last + 1])
+            if row.mask[places].any():
                 raise RowRefused("an image in a turn of the assistant that is trained: what is trained is text")
+            if self.crossed and len(places) and row.mask[: places[-1]].any():
+                raise RowRefused(LATE_IMAGE)
         return rows
 
     def places(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
@@ -151,7 +155,7 @@ def image_prompts(
     control = {text: ids for text, ids in every.control.items() if text in own | of_images}
     token = str(tokenizer.convert_ids_to_tokens(placeholder))
     around = Around(token, family.around if token in control else "")
-    return ImagePrompts(placeholders, PlainText(tokenizer, control), around)
+    return ImagePrompts(placeholders, PlainText(tokenizer, control), around, family.crossed)
 
 
 def _parts(message: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:

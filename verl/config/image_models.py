@@ -30,6 +30,8 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     if command == "rm":
         yield from text_faults(config, f"verl {command} reads rows of text alone for a {kind}")
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
+    if FAMILIES[kind].crossed:
+        yield from _crossed_faults(config, f"{what} by cross-attention")
     if trained_by(config.model.lora) is not None:
         yield from _lora_faults(config, what, samples=samples)
     if command == "rm":
@@ -39,6 +41,14 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     able = traits_of(config.rollout.engine)
     if samples and able.server and not (able.media and kind in VLLM_IMAGES):
         yield f"rollout.engine={config.rollout.engine}: {what}, which was not tested with it; use rollout.engine=native"
+
+
+def _crossed_faults(config: Config, what: str) -> Iterator[str]:
+    """Yield a line for each setting that does not work with layers of cross-attention."""
+    if trained_by(config.model.lora) is not None:
+        yield f"model.lora: {what}, and no test trains factors beside it; leave it out"
+    if (engine := engine_name(config, "model")) != "torch":
+        yield f"model.engine={engine}: {what}, and its ranks would not run the same layers; use one rank"
 
 
 def _lora_faults(config: Config, what: str, *, samples: bool) -> Iterator[str]:

@@ -125,6 +125,13 @@ def _hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
 
 
+def embedding_rows(config: Mapping[str, Any], vocab: int) -> int:
+    """Return the number of ids with a row in the embedding of a model with this config.json and vocabulary; those after
+    the vocabulary have no logit."""
+    family = FAMILIES.get(name_of(config))
+    return vocab + (family.unsampled_rows if family else 0)
+
+
 def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     """Return all facts of a model on which sizes depend. Raise ValueError for a folder that cannot be trained."""
     folder = find_model_folder(path)

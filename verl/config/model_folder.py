@@ -15,6 +15,7 @@ from verl.config.model_files import (
     TensorHeader,
     chat_template_of,
     declared_tie,
+    embedding_rows,
     find_model_folder,
     json_object,
     read_model_config,
@@ -35,12 +36,12 @@ def check_folder(folder: Path, tokenizer_folder: Path | None = None, template: s
     check_tie(folder)
     where = tokenizer_folder or folder
     if (file := where / "tokenizer.json").is_file():
-        rows = text_config(read_model_config(folder)).get("vocab_size")
+        config = read_model_config(folder)
+        vocab = text_config(config).get("vocab_size")
         tokens, special = _vocabulary(json_object(file, file.read_bytes()))
-        if isinstance(rows, int):
-            refuse_other_vocabulary(
-                folder, rows, tokens, special, chat_template_of(where) if template is None else template
-            )
+        if isinstance(vocab, int):
+            written = chat_template_of(where) if template is None else template
+            refuse_other_vocabulary(folder, embedding_rows(config, vocab), tokens, special, written)
 
 
 def check_tie(folder: Path) -> None:

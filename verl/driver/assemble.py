@@ -22,7 +22,7 @@ from verl.config.cluster import placed_roles
 from verl.config.devices import colocated, drops_rollout_weights
 from verl.config.load import Resolved
 from verl.config.lora_layers import served_factors, trained_factors
-from verl.config.model_files import find_model_folder
+from verl.config.model_files import describe_model, find_model_folder
 from verl.config.noise import noise_of
 from verl.config.schema import AlgorithmConfig, Config
 from verl.config.tree import changed
@@ -142,8 +142,8 @@ async def _run_of(
     models: dict[str, ModelWorkers] = {}
     reward, pool = await reward_of(config, models, algorithm.truncation, to_rehearse(tasks, eval_tasks, loops.players))
     refused.push_async_callback(reward.close)
-    prompts = (tasks[i].prompt_ids for i in range(min(64, len(tasks))))
-    sync = checkpoint_engine(config, probes := probes_of(prompts, longest_sequence(config)))
+    prompts, vocab = (tasks[i].prompt_ids for i in range(min(64, len(tasks)))), describe_model(config.model.path).vocab
+    sync = checkpoint_engine(config, probes := probes_of(prompts, longest_sequence(config), vocab))
     policy = trained(context, "actor", updates=updates, hf_export=hf_export(config), outlet=sync.outlet())
     actor = workers_of(context, policy)
     models |= models_of(context, algorithm, actor) | scorers_of(context, actor)

@@ -28,7 +28,7 @@ from verl.config.backends import longest_sequence
 from verl.config.cluster import TRAINS
 from verl.config.devices import in_float32_alone, saves_memory
 from verl.config.image_models import text_faults
-from verl.config.model_files import declared_tie, describe_model, read_model_config, read_weight_headers
+from verl.config.model_files import declared_tie, describe_model, embedding_rows, read_model_config, read_weight_headers
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
 from verl.data.preference import PairTable
@@ -155,7 +155,8 @@ def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
     if (by_class if declared is None else declared) and any(folder.glob("*.safetensors")):
         refuse_other_head(folder, read_weight_headers(folder))
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    rows, template = hf_config.get_text_config().vocab_size, str(tokenizer.chat_template)
+    rows = embedding_rows(read_model_config(folder), hf_config.get_text_config().vocab_size)
+    template = str(tokenizer.chat_template)
     refuse_other_vocabulary(folder, rows, tokenizer.get_vocab(), special, template)
     if config.model.chat_template is None:
         for line in folder_lines(Path(path).expanduser()):
@@ -166,7 +167,8 @@ def load_tokenizer_of(config: Config, *, needs_template: bool = True) -> Any:
 def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> None:
     """Raise a ValueError for rows with an id that has no row in the embedding: a special token of
     `refuse_other_vocabulary` that occurs in their own text."""
-    vocab = describe_model(config.model.path).vocab
+    facts = describe_model(config.model.path)
+    vocab = embedding_rows(read_model_config(Path(facts.folder)), facts.vocab)
     for report in reports:
         if report.largest_id >= vocab:
             text = tokenizer.convert_ids_to_tokens(report.largest_id)

@@ -66,12 +66,13 @@ class Passes:
     def __init__(self, local: LocalModel) -> None:
         self.local, self._precision, settings = local, local.settings.precision, local.settings
         self.compute = self._precision.compute
-        self.max_tokens, self.packed, self._top_k = settings.max_tokens_per_microbatch, settings.packed, settings.top_k
+        self.max_tokens, self._top_k = settings.max_tokens_per_microbatch, settings.top_k
         self.possible = LM_OUTPUTS if settings.head == "lm" else VALUE_OUTPUTS
         self._copy = self._compute_copy() if self._precision.copies else None
         self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self.models_attention = local.model.config._attn_implementation or "eager"
         family = family_of(local.model.config)
+        self.packed = settings.packed and not (family is not None and family.crossed)
         self._vision = (
             None if family is None else Vision(local.model, family, settings.pictures, keeps=not local.suffix)
         )
@@ -312,17 +313,24 @@ class Passes:
         """Return the hidden states [T, H] through one padded row per sequence; for a shared token that of its last
         row."""
         ids, place, origin = padded_rows(batch)
-        device, media, places = self.local.device, None, {}
+        device, groups, positions = self.local.device, [(torch.arange(len(ids)), batch.media)], None
         if self._vision is not None:
             media, positions = self._vision.padded(unshare(batch), place)
-            places["position_ids"] = positions.to(device)
+            groups = self._vision.together(media, len(ids))
         with self._autocast():  # without a mask: padding is last, where causal attention ignores it
-            given = self._inputs(ids, media)
-            if self._vision is not None:
-                places |= self._vision.masks(given, media)
-            out = self._decoder(**given, **places, use_cache=False).last_hidden_state
+            parts = [self._padded_states(rows, ids[rows], media, positions) for rows, media in groups]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat([rows for rows, _ in groups]).argsort()]
         found: Tensor = out[place.to(device)].index_select(0, origin.to(device))
         return found
+
+    def _padded_states(self, rows: Tensor, ids: Tensor, media: MediaTokens | None, positions: Tensor | None) -> Tensor:
+        """Return the hidden states [n, W, H] of the padded rows with these numbers. positions: of all rows"""
+        places = {} if positions is None else {"position_ids": positions[..., rows, :].to(self.local.device)}
+        given = self._inputs(ids, media)
+        if self._vision is not None:
+            places |= self._vision.masks(given, media)
+        states: Tensor = self._decoder(**given, **places, use_cache=False).last_hidden_state
+        return states
 
 
 def _backward(loss: Tensor) -> None:

@@ -18,6 +18,8 @@ def encode_pictures(
 ) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     """Return the features [n, H] of each image, and those that layers of the decoder add, of all images [N, H]. base:
     the model without its head."""
+    if family.crossed:
+        return _crossed_states(base, config, pictures, device), []
     counts = [family.features(config, picture.grid) for picture in pictures]
     twice = 2 if counts == [1] else 1  # Mistral3 of transformers fails if there is one feature
     given = _GIVEN[family.content]([*pictures] * twice, config, device)
@@ -25,6 +27,21 @@ def encode_pictures(
     features = _joined(out.pooler_output).split(counts * twice)[: len(counts)]
     deeper = [_joined(states)[: sum(counts)] for states in vars(out).get("deepstack_features") or ()]
     return features, deeper
+
+
+def _crossed_states(base: Any, config: Any, pictures: Sequence[Picture], device: torch.device) -> tuple[Tensor, ...]:
+    """Return the states [n, H] of each image that layers of cross-attention read, those of tiles without content
+    included."""
+    vision = config.vision_config
+    most, counts = vision.max_num_tiles, [len(picture.patches) for picture in pictures]
+    tiles = [F.pad(picture.patches, (0, 0) * 3 + (0, most - n)) for picture, n in zip(pictures, counts)]
+    kinds = [vision.supported_aspect_ratios.index([*picture.grid[1:]]) + 1 for picture in pictures]
+    out = base.vision_model(
+        pixel_values=torch.stack(tiles)[:, None].to(device),
+        aspect_ratio_ids=torch.tensor(kinds, device=device)[:, None],
+        aspect_ratio_mask=(torch.arange(most) < torch.tensor(counts)[:, None]).long()[:, None].to(device),
+    ).last_hidden_state
+    return base.multi_modal_projector(out).flatten(1, 3).unbind()
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
@@ -74,6 +91,10 @@ def picture_of(found: Mapping[str, Any], family: ImageFamily, config: Any) -> Pi
         return Picture(patches=content, grid=tuple(grid))
     if family.content == "tiles":
         return Picture(patches=content, grid=(len(content), 1, 1))
+    if family.content == "tiles on a canvas":
+        ((kind,),), ((tiles,),) = found["aspect_ratio_ids"].tolist(), content
+        rows, columns = config.vision_config.supported_aspect_ratios[kind - 1]
+        return Picture(patches=tiles[: rows * columns].clone(), grid=(rows * columns, rows, columns))
     if family.content == "tiles in rows":
         ((rows,),), ((columns,),), (tiles,) = found["rows"], found["cols"], content
         return Picture(patches=tiles, grid=(len(tiles), int(rows), int(columns)))

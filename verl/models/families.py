@@ -16,7 +16,7 @@ from verl.types import Grid, Medium
 
 Part = Literal["vision", "projector", "language"]
 """The parts of a model that reads images."""
-Content = Literal["patches", "pixels", "tiles", "tiles in rows"]
+Content = Literal["patches", "pixels", "tiles", "tiles in rows", "tiles on a canvas"]
 """The form of an image as a tower reads it: patches [P, D] with their grid, pixels of any size, tiles of one size."""
 _MANY = re.compile(r"(vision|visual|image|video|audio|speech|vq|vit|thinker)_?(tower_)?config|visual|mm_vision_tower")
 """Keys of config.json that describe an encoder of what is not text."""
@@ -27,6 +27,13 @@ _PLACEHOLDERS = (
     *("boi_token_index", "eoi_token_index"),
 )
 """The names that configurations have for the ids of placeholders and of the marks around them."""
+
+
+LATE_IMAGE = (
+    "an image behind a token that is trained: in a model with cross-attention, tokens before the first image read all "
+    "images of a row, so an answer would depend on images that were not there. Fix: all images in front of what is "
+    "trained"
+)
 
 
 def _placeholder_ids(config: Any) -> tuple[int, ...]:
@@ -51,6 +58,10 @@ class ImageFamily:
     of the token after them. None: an image's tokens are counted as text is."""
     mutual: bool = False
     """The tokens of an image attend to each other, not only to those before them."""
+    crossed: bool = False
+    """Layers of cross-attention read the images; the token of an image is text. They are computed for padded rows."""
+    unsampled_rows: int = 0
+    """The number of rows of the embedding that are for ids without a logit, after those of the vocabulary."""
     processing: Callable[[Any], Mapping[str, Any]] = lambda config: {}
     """(config) -> settings of the image processor that its file does not have."""
     banned: Callable[[Any], tuple[int, ...]] = _placeholder_ids
@@ -211,6 +222,16 @@ def _grid_of_marked_tiles(processor: Any, config: Any, height: int, width: int) 
     return max(1, tiles), rows, columns
 
 
+def _grid_of_canvas(processor: Any, config: Any, height: int, width: int) -> Grid:
+    """Return the rows and columns of tiles on which the processor puts an image."""
+    from transformers.models.mllama.image_processing_pil_mllama import get_optimal_tiled_canvas
+
+    side = processor.size["height"]
+    sides = get_optimal_tiled_canvas(height, width, processor.max_image_tiles, side)
+    rows, columns = (int(pixels) // side for pixels in sides)
+    return rows * columns, rows, columns
+
+
 def _patch_of_tokens(config: Any) -> Mapping[str, Any]:
     """Images are scaled to whole tokens, which are the patches of the image processor."""
     side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
@@ -276,6 +297,16 @@ FAMILIES: Mapping[str, ImageFamily] = {
         processing=lambda config: {"crop_to_patches": True},
         **_TOWER,
     ),
+    "mllama": ImageFamily(
+        content="tiles on a canvas",
+        layout=lambda config, grid: [1],
+        crossed=True,
+        unsampled_rows=8,
+        grid_of=_grid_of_canvas,
+        language="language_model",
+        tower="vision_model",
+        projector=("multi_modal_projector",),
+    ),
     "idefics3": _TILES_IN_ROWS,
     "smolvlm": _TILES_IN_ROWS,
 }
@@ -299,6 +330,11 @@ def family_name(described: Mapping[str, Any]) -> str | None:
             f"with one are {', '.join(FAMILIES)}"
         )
     return None
+
+
+def reads_by_crossing(kind: str) -> bool:
+    """Return True if layers of cross-attention read the images of a model of this type; its rows are padded."""
+    return kind in FAMILIES and FAMILIES[kind].crossed
 
 
 def name_of(described: Mapping[str, Any]) -> str:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from verl.batch import Batch
+from verl.errors import Refused
 from verl.media_tokens import MediaTokens, Picture
+from verl.models.crossed import CrossedImage, crossed_rows
 from verl.models.encode import encode_pictures
-from verl.models.families import ImageFamily
+from verl.models.families import LATE_IMAGE, ImageFamily
 from verl.models.multimodal import mutual_masks, on_axes, with_pictures
 from verl.models.pictures import Pictures
 from verl.nn.kept_features import KeptFeatures
@@ -32,7 +34,7 @@ class Vision:
         self, model: Any, family: ImageFamily, pictures: Pictures | None = None, *, keeps: bool = False
     ) -> None:
         self._base, self._family, self._config, self._pictures = model.base_model, family, model.config, pictures
-        self.mutual = family.mutual
+        self.mutual, self.crossed = family.mutual, family.crossed
         self.language: Any = self._base.get_submodule(family.language)
         named = self._base.named_parameters()
         fixed = not any(p.requires_grad for name, p in named if family.part_of(name) != "language")
@@ -65,6 +67,8 @@ class Vision:
         positions[..., place] = flat.positions
         if flat.media is None:
             return None, positions
+        if self.crossed:
+            _refuse_late(flat)
         medium, feature = torch.full(place.shape, -1), torch.zeros(place.shape, dtype=torch.int64)
         medium[place], feature[place] = flat.media.medium, flat.media.feature
         return replace(flat.media, medium=medium, feature=feature), positions
@@ -73,6 +77,8 @@ class Vision:
         """Return the inputs of the language model for token ids [B, W] with the media of these tokens. Each image is
         encoded once, and gets the sum of the gradients of all its tokens."""
         device = ids.device
+        if self.crossed:
+            return self._crossed(ids, media)
         features, deeper = self._encoded({name: media.pictures[name] for name in media.references}, device)
         index = self._features(media).view(ids.shape).to(device)
         here = index >= 0
@@ -84,6 +90,29 @@ class Vision:
             found["visual_pos_masks"] = here
             found["deepstack_visual_embeds"] = [states.index_select(0, index) for states in deeper]
         return found
+
+    def together(self, media: MediaTokens | None, rows: int) -> list[tuple[Tensor, MediaTokens | None]]:
+        """Return the numbers of the padded rows that the language model computes in one call, and their media: layers
+        of cross-attention are left out for rows without images, which are apart."""
+        if media is None or not self.crossed:
+            return [(torch.arange(rows), media)]
+        seen = (media.medium >= 0).any(1)
+        own, text = torch.nonzero(seen)[:, 0], torch.nonzero(~seen)[:, 0]
+        found = [(own, replace(media, medium=media.medium[own], feature=media.feature[own])), (text, None)]
+        return [(which, part) for which, part in found if len(which)]
+
+    def _crossed(self, ids: Tensor, media: MediaTokens) -> dict[str, Tensor | list[Tensor]]:
+        """Return the inputs of layers of cross-attention for rows with images."""
+        pictures = {name: media.pictures[name] for name in media.references}
+        features, _ = self._encoded(pictures, ids.device)
+        most, rows = self._config.vision_config.max_num_tiles, list[list[CrossedImage]]()
+        tiles = [len(picture.patches) for picture in pictures.values()]
+        for row in media.medium:
+            places = torch.nonzero(row >= 0)[:, 0].tolist()
+            of = [(at, int(row[at])) for at in places]
+            rows.append([CrossedImage(at, features[k], len(features[k]) // most * tiles[k]) for at, k in of])
+        states, readers = crossed_rows(rows, ids.shape[1])
+        return {"input_ids": ids, "cross_attention_states": states, **readers.given()}
 
     def _encoded(self, pictures: Mapping[str, Picture], device: torch.device) -> tuple[list[Tensor], list[Tensor]]:
         if self._kept is not None:
@@ -121,3 +150,13 @@ class Vision:
         starts = (media.medium >= 0) & (media.feature == 0)
         images = torch.where(media.medium >= 0, starts.cumsum(-1) - 1, -1).to(embeddings.device)
         return {"attention_mask": mutual_masks(self._config.get_text_config(), embeddings, images)}
+
+
+def _refuse_late(flat: Batch) -> None:
+    """Raise Refused for an image behind a trained token. flat: one segment per row"""
+    assert flat.media is not None
+    for r, (start, end) in enumerate(zip(flat.seg_start, flat.seg_start[1:])):
+        images = torch.nonzero(flat.media.medium[start:end] >= 0)[:, 0]
+        trained = flat.target_from[int(flat.row_start[r]) : int(flat.row_start[r + 1])]
+        if len(images) and len(trained) and int(images[-1] + start) > int(trained.min()):
+            raise Refused(LATE_IMAGE)

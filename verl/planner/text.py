@@ -8,6 +8,7 @@ from verl.bounds import counted, size_text
 from verl.config.lora_layers import TrainedFactors
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
+from verl.models.families import reads_by_crossing
 from verl.planner.card import CardFacts, card_lines, check_card
 from verl.planner.clock import Pace
 from verl.planner.cluster import ClusterPlan
@@ -76,6 +77,9 @@ def card_line(config: Config, plan: Plan, card: CardFacts) -> str:
     return f"card      {card.name}: the peak ({plan.memory.peak_phase}) takes {share:.0%} of it{''.join(warned)}"
 
 
+PADDED = "; trained on padded rows, prompts once per answer, since its layers of cross-attention are not packed"
+
+
 def _model_line(m: ModelFacts) -> str:
     heads = f"{m.heads} heads" + (f" ({m.kv_heads} kv)" if m.kv_heads != m.heads else "")
     tied = ", tied embeddings" if m.tied else ""
@@ -83,6 +87,7 @@ def _model_line(m: ModelFacts) -> str:
     return (
         f"{m.architecture}: {m.layers} layers, hidden {m.hidden}, {heads}, vocabulary {m.vocab:,}; "
         f"{m.parameters:,} parameters{encoder}{tied}; stored {size_text(m.stored_bytes)} {m.stored_dtype}"
+        f"{PADDED if reads_by_crossing(m.model_type) else ''}"
     )
 
 

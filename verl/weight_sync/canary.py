@@ -9,6 +9,7 @@ result of a regression over all tokens."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -25,14 +26,15 @@ DIVERGED = 1.0  # nats between two passes over the same weights: such a model co
 LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
 
 
-def probes_of(prompts: Iterable[np.ndarray], longest: int) -> list[np.ndarray]:
+def probes_of(prompts: Iterable[np.ndarray], longest: int, vocab: int = sys.maxsize) -> list[np.ndarray]:
     """Return the probe sequences: the beginnings of the first different prompts, joined up to `longest` tokens, since
     each sequence is one forward pass. Further prompts are added, up to PROBED_TOKENS tokens, only if they have new
-    ids."""
+    ids. Ids that are not below `vocab` have no log-prob, and are left out."""
     starts: dict[bytes, np.ndarray] = {}
     words: set[int] = set()
     room = min(PROBE_TOKENS, longest)
     for ids in prompts:
+        ids = ids[ids < vocab]
         start, tokens = ids[:room], sum(map(len, starts.values()))
         wanted = tokens < PROBE_TOKENS or (tokens < PROBED_TOKENS and not words.issuperset(start.tolist()))
         if len(start) > 1 and wanted:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from verl.models.families import family_of
 from verl.rollout.base import GenerateRequest, Media, RolloutContext, check_request, checked_ids
 from verl.rollout.embedded.core import Runner
 from verl.rollout.embedded.images import ImageReader, RequestImages
@@ -21,6 +22,8 @@ class InputChecks:
     def __init__(self, runner: Runner, context: RolloutContext) -> None:
         self._runner, self._decodes = runner, context.decode is not None
         self.images, self._banned = ImageReader(context), never_sampled(context)
+        family = family_of(context.hf_config)
+        self._unsampled = family.unsampled_rows if family else 0
         self._in_vocabulary = b""  # the bytes of the ids that were checked last
 
     def request(self, request: GenerateRequest, running: Container[str]) -> ActiveRequest:
@@ -50,6 +53,6 @@ class InputChecks:
     def _ids(self, what: str, ids: np.ndarray) -> np.ndarray:
         ids = as_ids(ids)
         if (content := ids.tobytes()) != self._in_vocabulary or ids.ndim != 1:  # a group has one prompt
-            ids = checked_ids(what, ids, self._runner.vocab_size)
+            ids = checked_ids(what, ids, self._runner.vocab_size + self._unsampled)
             self._in_vocabulary = content
         return ids

@@ -112,7 +112,7 @@ class EncodedImages:
 
     def seen(self, images: RequestImages, tokens: int) -> SeenImages:
         """Return the images of a prompt with the text after it, of `tokens` tokens in all."""
-        own = {name: self._of(name, picture) for name, picture in images.pictures.items()}
+        own = self.own(images)
         features = [own[m.reference] for m in images.media]
         device = features[0].tokens.device
         return SeenImages(
@@ -121,6 +121,10 @@ class EncodedImages:
             torch.cat([one.tokens for one in features]),
             tuple(torch.cat(states) for states in zip(*(one.deeper for one in features), strict=True)),
         ).part(0, tokens)
+
+    def own(self, images: RequestImages) -> dict[str, Features]:
+        """Return the features of a prompt's images, by reference."""
+        return {name: self._of(name, picture) for name, picture in images.pictures.items()}
 
     def _of(self, name: str, picture: Picture) -> Features:
         return self._kept.of(name, partial(self._made, picture))

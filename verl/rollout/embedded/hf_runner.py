@@ -12,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.media_tokens import Picture
+from verl.models.crossed import CrossedImage, CrossedRows, crossed_rows
 from verl.models.families import auto_class, family_of
 from verl.models.multimodal import mutual_masks
 from verl.nn.lora import LowRank, low_ranks, with_low_ranks
@@ -64,8 +66,10 @@ class HfRunner:
         self._resident = POLICY_SET.id  # the parameter set of the resident rows
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
         self._family = family_of(context.hf_config)
+        self._crosses = self._family is not None and self._family.crossed
         self._banned = banned_of(context, self._device)
         self._images = EncodedImages(self._encode)
+        self._crossed: CrossedRows | None = None  # what the resident rows read by cross-attention
 
     @cached_property  # `isinstance` with a protocol reads it too
     def weight_format(self) -> WireFormat:
@@ -144,6 +148,8 @@ class HfRunner:
         for request in islice(waiting, self.max_rows):
             if request.given.parameters != self._resident:
                 break
+            if self._crosses and bool(request.images) != bool(waiting[0].images):
+                break  # its layers of cross-attention are left out for all rows, or for none
             longest = max(longest, len(request.context()))
             if prompts and longest * (len(prompts) + 1) > self._max_prefill_tokens:
                 break
@@ -154,7 +160,7 @@ class HfRunner:
         for row, prompt in enumerate(prompts):
             ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
             mask[row, width - len(prompt) :] = 1
-        self._cache, self._mask = None, mask.to(self._device)
+        self._cache, self._crossed, self._mask = None, None, mask.to(self._device)
         self._counts["prefill_tokens"] += int(mask.sum())
         images = [request.images for request in islice(waiting, len(prompts))]
         at = (self._mask.cumsum(-1) - 1).clamp_(min=0)
@@ -182,8 +188,12 @@ class HfRunner:
         cache: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True}
         with self._with_set(self._resident):
             if any(image is not None for image in images):
-                hidden, self._cache = self._read(ids, positions, images, self._mask, cache)
+                hidden, self._cache, crossed = self._read(ids, positions, images, self._mask, cache)
+                self._crossed = crossed and crossed.last()
                 return self._head(hidden[:, -1])
+            if self._crossed is not None:
+                given = {"position_ids": positions, "attention_mask": self._mask, **self._crossed.given(), **cache}
+                return self._head(self._language()(input_ids=ids, **given).last_hidden_state[:, -1])
             options = {"position_ids": positions, "logits_to_keep": 1}
             known = {name: value for name, value in options.items() if name in self._arguments}
             out = self._module(input_ids=ids, attention_mask=self._mask, **cache, **known)
@@ -194,6 +204,11 @@ class HfRunner:
         module: Any = self._module
         logits: Tensor = module.get_output_embeddings()(hidden)
         return logits
+
+    def _language(self) -> Any:
+        module: Any = self._module
+        assert self._family is not None
+        return module.base_model.get_submodule(self._family.language)
 
     def _encode(self, picture: Picture) -> Features:
         module: Any = self._module
@@ -207,13 +222,13 @@ class HfRunner:
         images: Sequence[RequestImages | None],
         mask: Tensor,
         cache: Mapping[str, Any],
-    ) -> tuple[Tensor, Any]:
-        """Return the final hidden states [n, t, hidden] of rows with images, and the cache. mask [n, t]: 0 at left
-        padding."""
+    ) -> tuple[Tensor, Any, CrossedRows | None]:
+        """Return the final hidden states [n, t, hidden] of rows with images, the cache, and what the rows read by
+        cross-attention. mask [n, t]: 0 at left padding."""
         assert self._family is not None
-        module: Any = self._module
-        language: Any = module.base_model.get_submodule(self._family.language)
-        n, width = ids.shape
+        language, (n, width) = self._language(), ids.shape
+        if self._crosses:
+            return self._read_crossed(ids, positions, images, mask, cache)
         at = positions.expand(self._family.axes, n, width).clone()
         numbers = torch.full_like(ids, -1)  # of the image of each token within its row
         x = language.get_input_embeddings()(ids)
@@ -236,7 +251,27 @@ class HfRunner:
             known = mutual_masks(language.config, x, numbers, mask)  # the module's own: it names an attention
         at = at if self._family.axes > 1 else at[0]
         out = language(inputs_embeds=x, position_ids=at, attention_mask=known, **cache, **more)
-        return out.last_hidden_state, out.past_key_values
+        return out.last_hidden_state, out.past_key_values, None
+
+    def _read_crossed(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        images: Sequence[RequestImages | None],
+        mask: Tensor,
+        cache: Mapping[str, Any],
+    ) -> tuple[Tensor, Any, CrossedRows]:
+        """Return the same, for rows that all have images, of a model that reads them by cross-attention."""
+        width, most, rows = ids.shape[1], self._config.vision_config.max_num_tiles, list[list[CrossedImage]]()
+        for row, image in enumerate(images):
+            assert image is not None
+            own, first = self._images.own(image), width - int(mask[row].sum())
+            found = [(m, own[m.reference].tokens, len(image.pictures[m.reference].patches)) for m in image.media]
+            rows.append([CrossedImage(first + m.start, states, len(states) // most * n) for m, states, n in found])
+        states, readers = crossed_rows(rows, width)
+        given = {"position_ids": positions, "attention_mask": mask, "cross_attention_states": states}
+        out = self._language()(input_ids=ids, **given, **readers.given(), **cache)
+        return out.last_hidden_state, out.past_key_values, readers
 
     @torch.inference_mode()
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
@@ -244,7 +279,7 @@ class HfRunner:
         order[holes] = sources
         index = torch.from_numpy(order).to(self._device)
         self._cache.reorder_cache(index)  # `batch_select_indices` is missing where a layer keeps a state
-        self._mask = self._mask[index]
+        self._mask, self._crossed = self._mask[index], self._crossed and self._crossed.rows(index)
 
     @torch.inference_mode()
     def score(
@@ -266,6 +301,8 @@ class HfRunner:
                 at = torch.arange(rows.shape[1], device=self._device)[None]
                 logits = self._head(self._read(rows, at, [images], torch.ones_like(rows), {"use_cache": False})[0][0])
                 self._images.clear()
+        if self._family is not None:  # an id without a logit is never sampled
+            logits = F.pad(logits, (0, self._family.unsampled_rows), value=-torch.inf)
         return scores_of([score_logits(logits, given[1:], temperature, top)])
 
     def drop_kv(self) -> int:
@@ -273,7 +310,7 @@ class HfRunner:
         self._images.clear()
         kept = [t for layer in layers for t in _leaves(vars(layer).values()) if isinstance(t, Tensor)]
         freed = sum(t.nbytes for t in kept)
-        self._cache, self._mask = None, self._mask[:0]
+        self._cache, self._crossed, self._mask = None, None, self._mask[:0]
         return freed
 
     def drop_weights(self) -> int:
