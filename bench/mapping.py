@@ -45,7 +45,7 @@ class Compared:
 
 def roles_of(page: Mapping[str, Any], actor: str, critic: str) -> tuple[PlannedRole, ...]:
     """Return the roles of PPO: the answers, what the other models compute of them, the updates."""
-    own, other = (_size(page["models"][name]) for name in (actor, critic))
+    own, other = (model_size(page["models"][name]) for name in (actor, critic))
     return (
         PlannedRole(name="actor", model=own, calls=(("generation", "generate"), ("training", "train"))),
         PlannedRole(name="critic", model=other, calls=(("preparation", "infer"), ("training", "train"))),
@@ -54,7 +54,7 @@ def roles_of(page: Mapping[str, Any], actor: str, critic: str) -> tuple[PlannedR
     )
 
 
-def _size(row: Sequence[float]) -> ModelSize:
+def model_size(row: Sequence[float]) -> ModelSize:
     parameters, layers, hidden, kv_width = map(float, row)
     return ModelSize(
         parameters=parameters,

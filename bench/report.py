@@ -48,6 +48,8 @@ SECTIONS = (
     "router",
     "planner",
     "mapping",
+    "areal",
+    "calibration",
     "distill",
     "distill_steps",
     "agents",

@@ -37,6 +37,8 @@ def write_figures(file: Path) -> str:
     figures = dict(zip(NEEDED, (_memory_bytes(device) / 1e9, rates[0] / 1e9, rates[1] / 1e12, rates[2] / 1e9)))
     entry: dict[str, object] = {"device": _name(device), "nodes": 1, "devices_per_node": max(1, cards)}
     entry |= {name: float(f"{value:.4g}") for name, value in figures.items()} | {"item_bytes": dtype.itemsize}
+    if not cards:
+        entry["overlap"] = 0  # a core that waits for memory does not multiply
     when = time.strftime("%Y-%m-%d")
     text = (
         f"# measured by `verl doctor cluster_file={file.name}` on {when}: copies, {_width(device)}-wide products in"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from handmade_model import write_model, write_rows
 
+from bench import calibration
 from verl import machine_figures
 from verl.cli import main
 from verl.config.load import dump_config, load_config
@@ -193,6 +195,38 @@ def test_a_cluster_file_learns_from_runs(
     assert "the figures of one are learned" in capsys.readouterr().err
 
 
+def test_the_figures_of_several_runs_are_fitted_together(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, made = tmp_path / "cluster.yaml", []
+    rates = "memory_gb: 80, bandwidth_gbs: 10, matrix_tflops: 0.2, link_gbs: 5, item_bytes: 4, overlap: 0"
+    file.write_text(f"- {{device: mine, {rates}}}\n")
+    (at,) = read_cluster(file)
+    known = {"compute_share": 0.6, "half_width": 150.0, "decode_share": 0.3, "bandwidth_share": 0.5, "step_ms": 40.0}
+    figures = replace(at.device, **known)  # type: ignore[arg-type]
+    for number in range(5):
+        sizes = {"layers": 2 + number, "hidden": 256 << number % 3, "ffn": 1024, "heads": 4, "kv_heads": 4}
+        model = write_model(tmp_path / f"model{number}", **sizes, vocab=2000 << number, tied=True)
+        more = [f"model.path={model}", f"step.prompts_per_step={4 << number}"]
+        shape = measured_run(write_run(tmp_path / f"shape{number}", [*arguments, *more], PHASES))
+        seconds = predicted_seconds(shape, replace(at, device=figures))
+        phases = {"reference": seconds.pop("experience"), **seconds}
+        made.append(str(write_run(tmp_path / f"run{number}", [*arguments, *more], phases)))
+    assert main(["plan", f"learn=[{','.join(made)}]", f"cluster_file={file}"]) == 0
+    file.write_text(capsys.readouterr().out)
+    (found,) = read_cluster(file)
+    assert {name: getattr(found.device, name) for name in known} == pytest.approx(known, rel=0.01)
+
+
+def test_runs_that_nothing_was_learned_from_are_predicted() -> None:
+    """Measured CPU seconds: the figures of six runs predict sixteen others."""
+    records = json.loads(calibration.RECORD.read_text())
+    at = calibration.learned(records)
+    errors = [abs(calibration.step_error(calibration.observed(one), at)) for one in records[calibration.LEARNED :]]
+    assert len(errors) >= 16 and max(errors) <= calibration.WITHIN, errors
+    assert statistics.median(errors) <= calibration.MEDIAN
+
+
 def test_this_machine_is_measured_into_a_cluster_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,7 +238,7 @@ def test_this_machine_is_measured_into_a_cluster_file(
     (at,) = read_cluster(file)
     assert capsys.readouterr().out == file.read_text() and at.devices == 1
     assert 0.01 < at.device.bandwidth_gbs < 5000 and 1e-5 < at.device.matrix_tflops < 100
-    assert (at.device.item_bytes, at.device.memory_gb > 0.5) == (4, True)
+    assert (at.device.item_bytes, at.device.overlap, at.device.memory_gb > 0.5) == (4, 0, True)
     assert main(["doctor", f"cluster_file={file}"]) == 2
     assert "exists: name another file" in capsys.readouterr().err
     assert main(["doctor", f"cluster_file={tmp_path / 'none' / 'here.yaml'}"]) == 2

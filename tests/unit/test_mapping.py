@@ -260,7 +260,7 @@ def test_a_cluster_file_replaces_figures_and_names_new_devices(tmp_path: Path) -
     )
     first, second = read_cluster(path)
     assert (first.devices, first.price_per_hour, first.device.compute_share) == (16, 2.5, 0.4)
-    assert first.device.flops == pytest.approx(0.4 * 989e12) and first.network == pytest.approx(0.8 * 50e9)
+    assert first.device.flops(4096) == pytest.approx(0.4 * 989e12) and first.network == pytest.approx(0.8 * 50e9)
     assert (second.devices, second.device.memory_gb, second.network_gbs) == (1, 24, 16)
 
 
@@ -399,7 +399,7 @@ def test_a_prompt_that_answers_share_is_computed_once() -> None:
     ratio = infer_s(SIZE, one, at, shared, Stored()) / infer_s(SIZE, one, at, alone, Stored())
     assert ratio == pytest.approx((512 / 8 + 512) / 1024)
     prompts = [generate_s(SIZE, 1, 1, at, work, 1e15) for work in (alone, shared)]
-    own = 256 * 512 * SIZE.forward_flops(512) / at.device.flops
+    own = 256 * 512 * SIZE.forward_flops(512) / at.device.flops(SIZE.hidden)
     assert prompts[0] - prompts[1] == pytest.approx(own * 7 / 8)  # type: ignore[operator]
 
 

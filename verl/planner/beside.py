@@ -9,14 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-import yaml
-
 from verl.config.devices import colocated
 from verl.config.load import read_config
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.planner.columns import aligned
-from verl.planner.hardware import Nodes, read_cluster, some_devices
+from verl.planner.hardware import Nodes, some_devices
 from verl.planner.latency import Division
 from verl.planner.mapping import stages_of, times_of
 from verl.planner.placement import planned_roles, rules_of, work_of
@@ -193,23 +191,3 @@ def beside(run: Path, at: Nodes) -> str:
         agreed += f" ({figures})" if figures else ""
     lengths = f"answers of {found.response_tokens:.4g} tokens to prompts of {found.prompt_tokens:.4g}, on average"
     return "\n".join([f"{run} on {at.device.name} ({lengths})", *aligned(rows), agreed])
-
-
-def learned_file(runs: Sequence[Path], cluster_file: Path) -> str:
-    """Return the text of the cluster file of one node group with the figures that agree with these runs: of several
-    the median of each figure. Raise Refused if no run determines one."""
-    groups = read_cluster(cluster_file)
-    if len(groups) != 1:
-        raise Refused(f"{cluster_file}: {len(groups)} node groups; the figures of one are learned from runs")
-    found = [learned_figures(measured_run(run), groups[0]) for run in runs]
-    figures = {
-        name: statistics.median(one[name] for one in found if name in one)
-        for name in ("compute_share", "bandwidth_share", "step_ms")
-        if any(name in one for one in found)
-    }
-    if not figures:
-        raise Refused(f"{', '.join(map(str, runs))}: no figures agree with the run; the rates of the file are too low")
-    entry = yaml.safe_load(cluster_file.read_text())[0]
-    learned = entry | {name: float(f"{value:.4g}") for name, value in figures.items()}
-    about = f"# {', '.join(figures)}: of {', '.join(map(str, runs))}\n"
-    return about + yaml.safe_dump([learned], sort_keys=False)

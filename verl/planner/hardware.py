@@ -41,11 +41,21 @@ class Device:
     """The bytes of a weight, a hidden value, a key or a value when it is computed with; `matrix_tflops` is of these."""
     step_ms: float = 0.0
     """The milliseconds of a decode step beside memory and products: launches, sampling, scheduling."""
+    decode_share: float = 0.0
+    """The share of `matrix_tflops` that the few rows of a decode step reach; 0: `compute_share`."""
+    overlap: float = 1.0
+    """The share of the shorter of reads and products of a decode step that the longer one hides."""
+    half_width: float = 0.0
+    """The hidden size at which a pass takes twice the time of its products: the work beside them grows with the size,
+    products with its square."""
 
-    @property
-    def flops(self) -> float:
-        """Operations per second that a pass reaches."""
-        return 1e12 * self.matrix_tflops * self.compute_share
+    def flops(self, hidden: float) -> float:
+        """Return the operations per second that a pass of a model of this hidden size reaches."""
+        return 1e12 * self.matrix_tflops * self.compute_share / (1 + self.half_width / hidden)
+
+    def decode_flops(self, hidden: float) -> float:
+        """Return those that a decode step reaches."""
+        return self.flops(hidden) * (self.decode_share or self.compute_share) / self.compute_share
 
     @property
     def read(self) -> float:
@@ -100,10 +110,11 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
     }
 )
 """The devices that a cluster file can name."""
-SHARES = ("compute_share", "bandwidth_share", "network_share")
+SHARES = ("compute_share", "bandwidth_share", "network_share", "decode_share", "overlap")
 NEEDED = ("memory_gb", "bandwidth_gbs", "matrix_tflops", "link_gbs")
-FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms")
+FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms", "half_width")
 """The fields of `Device` that a cluster file can replace."""
+MAY_BE_ZERO = ("step_ms", "half_width", "overlap")
 _OF_NODES = ("nodes", "devices_per_node", "network_gbs", "price_per_hour")
 
 
@@ -123,7 +134,11 @@ def _nodes(entry: Mapping[str, Any], where: str) -> Nodes:
     if unknown := [key for key in entry if key not in ("device", *_OF_NODES, *FIGURES)]:
         raise Refused(f"{where}: {unknown[0]!r} is no figure{did_you_mean(unknown[0], (*_OF_NODES, *FIGURES))}")
     name = str(entry.get("device"))
-    figures: dict[str, Any] = {key: _positive(entry[key], key, where) for key in FIGURES if key in entry}
+    figures: dict[str, Any] = {
+        key: 0.0 if key in MAY_BE_ZERO and entry[key] == 0 else _positive(entry[key], key, where)
+        for key in FIGURES
+        if key in entry
+    }
     if any(figures.get(share, 1) > 1 for share in SHARES):
         raise Refused(f"{where}: a share is at most 1")
     if figures.get("spread", 1) < 1:
@@ -167,7 +182,7 @@ def _count(value: Any, key: str, where: str) -> int:
 
 def scaled(at: Nodes, factor: float) -> Nodes:
     """Return the nodes with the shares that their devices reach multiplied by this factor, each at most 1."""
-    shares: dict[str, Any] = {share: min(1.0, factor * getattr(at.device, share)) for share in SHARES}
+    shares: dict[str, Any] = {share: min(1.0, factor * getattr(at.device, share)) for share in SHARES[:-1]}
     return replace(at, device=replace(at.device, **shares))
 
 

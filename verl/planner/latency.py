@@ -143,7 +143,7 @@ def forward_s(
     reduces: all-reduces over the tensor devices of each layer."""
     rows = math.ceil(sequences / by.replicas)
     tokens = rows * work.computed_tokens
-    products = tokens * model.forward_flops(work.row_tokens) / (by.tensor * by.pipeline * at.device.flops)
+    products = tokens * model.forward_flops(work.row_tokens) / (by.tensor * by.pipeline * at.device.flops(model.hidden))
     moved = 2 * (by.tensor - 1) / by.tensor * at.device.item_bytes * tokens * model.hidden
     reduced = reduces * model.layers / by.pipeline * moved / at.link
     passes = work.passes(rows)
@@ -214,11 +214,12 @@ def engine_pace(
     batch = math.ceil(share / waves)
     context = work.prompt_tokens + work.response_tokens / 2
     read = at.device.item_bytes * model.active_parameters
-    products = batch * model.forward_flops(context) / (tensor * at.device.flops)
+    products = batch * model.forward_flops(context) / (tensor * at.device.decode_flops(model.hidden))
     fixed = (tensor > 1) * REDUCES * model.layers * ALL_REDUCE_S + at.device.step_ms / 1000
-    full = max((read + batch * context * kv_bytes) / (tensor * at.device.read), products)
+    reads = (read + batch * context * kv_bytes) / (tensor * at.device.read)
+    full = max(reads, products) + (1 - at.device.overlap) * min(reads, products)
     prompt_tokens = share * work.prompt_tokens / work.prompt_shares
-    prompts = prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops)
+    prompts = prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops(model.hidden))
     return EnginePace(waves, batch, read / (tensor * at.device.read) + fixed, full + fixed, prompts)
 
 

@@ -15,11 +15,11 @@ from verl.config.load import Resolved
 from verl.config.schema import Config
 from verl.config.validate import validate
 from verl.errors import Refused
-from verl.planner.beside import learned_file
 from verl.planner.card import supposed_card
 from verl.planner.checkpointing import settle_checkpointing
 from verl.planner.clock import pace_of
 from verl.planner.hardware import read_cluster
+from verl.planner.learned import learned_file
 from verl.planner.placement import AIMS, PlacedRun, as_data, best_placements, paced, render, smallest_cluster, work_of
 from verl.planner.plan import make_plan
 from verl.planner.simulate import lognormal
