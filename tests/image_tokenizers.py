@@ -9,7 +9,7 @@ from typing import Any
 
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from vision_families import random_model
+from vision_families import PINPOINTS, random_model
 
 from verl.models.tiny import SPECIAL_TOKENS
 
@@ -67,6 +67,14 @@ KINDS: dict[str, Kind] = {
         settings={"size": {"shortest_edge": 8}, "crop_size": SQUARE},
         more={"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         metaspace=True,
+        marks=1,
+    ),
+    "llava_next": Kind(
+        image="<image>",
+        processor="LlavaNextProcessor",
+        images="LlavaNextImageProcessorPil",
+        settings={"size": {"shortest_edge": 8}, "crop_size": SQUARE, "image_grid_pinpoints": PINPOINTS},
+        more={"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
         marks=1,
     ),
     "mllama": Kind(

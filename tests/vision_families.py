@@ -54,6 +54,8 @@ class Kind:
 _SIZES: dict[str, Grid] = {"cat": (1, 2, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)}
 _TILES: dict[str, Grid] = {"cat": (2, 1, 1), "dog": (1, 1, 1), "fox": (3, 1, 1)}
 _ONE_TILE: dict[str, Grid] = {"cat": (1, 1, 1), "dog": (1, 1, 1), "fox": (1, 1, 1)}
+PINPOINTS = [[8, 16], [16, 8], [16, 16]]
+"""The sizes in pixels of the tiles of LLaVA-NeXT together, of 8 x 8 each."""
 _PATCHES: dict[str, Any] = {
     "depth": 2,
     "num_heads": 2,
@@ -122,6 +124,14 @@ KINDS: dict[str, Kind] = {
         tower={"model_type": "clip_vision_model", "patch_size": 4, "image_size": 8},
         more={"image_token_index": IMAGE},
         grids=_ONE_TILE,
+        pixels=lambda grid: (grid[0], 3, 8, 8),
+    ),
+    "llava_next": Kind(
+        config="LlavaNextConfig",
+        text={"model_type": "llama"},
+        tower={"model_type": "clip_vision_model", "patch_size": 4, "image_size": 8},
+        more={"image_token_index": IMAGE, "image_grid_pinpoints": PINPOINTS},
+        grids={"cat": (3, 10, 24), "dog": (3, 20, 9), "fox": (5, 30, 28)},
         pixels=lambda grid: (grid[0], 3, 8, 8),
     ),
     "mllama": Kind(
@@ -334,6 +344,8 @@ def _content(images: list[Picture], form: str) -> dict[str, Any]:
         content = torch.cat([image.patches for image in images])
         if form == "patches":
             return {"pixel_values": content, "image_grid_thw": torch.tensor([image.grid for image in images])}
+        if form == "tiles of a size":
+            return {"pixel_values": content, "image_sizes": torch.tensor([image.grid[1:] for image in images])}
         return {"pixel_values": content[None] if form == "tiles in rows" else content}
     sizes = [image.patches.shape[-2:] for image in images]
     canvas = torch.zeros(len(images), 3, max(h for h, _ in sizes), max(w for _, w in sizes))

@@ -155,19 +155,20 @@ def test_parts_that_rows_of_text_do_not_train_are_refused(
 
 
 @pytest.mark.parametrize(
-    "given, line",
+    "kind, given, line",
     [
-        ("model.lora.rank=2", "model.lora: .* is a mllama, a model that reads images by cross-attention, and no test"),
-        ("model.engine=sharded", "model.engine=sharded: .* its ranks would not run the same layers; use one rank"),
+        ("mllama", "model.lora.rank=2", "model.lora: .* a mllama, a model that reads images by cross-attention, and"),
+        ("mllama", "model.engine=sharded", "model.engine=sharded: .* would not run the same layers; use one rank"),
+        ("llava_next", "model.engine=sharded", "model.engine=sharded: .* with a vector in no module that ranks would"),
     ],
 )
-def test_settings_that_do_not_work_with_cross_attention(
-    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, given: str, line: str
+def test_settings_that_some_families_cannot_have(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, kind: str, given: str, line: str
 ) -> None:
     config = load_config(small_args(tmp_path, folder, arithmetic_data, given)).config
-    other = tmp_path / "mllama"
+    other = tmp_path / kind
     other.mkdir()
-    (other / "config.json").write_text(json.dumps({"model_type": "mllama", "vision_config": {"image_size": 8}}))
+    (other / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"image_size": 8}}))
     crossed = changed(config, {"model.path": str(other)})
     assert re.match(line, next(iter(image_model_faults(crossed, "train", samples=True))))
 

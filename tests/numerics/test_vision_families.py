@@ -17,7 +17,7 @@ from PIL import Image
 from rollouts import context_of, source_of
 from torch import Tensor
 from vision import drawn, png
-from vision_families import KINDS, Content, model, own_logprobs, pictures, rows, seen
+from vision_families import KINDS, PINPOINTS, Content, model, own_logprobs, pictures, rows, seen
 
 from verl.algorithms.losses import nll
 from verl.batch import pack
@@ -162,6 +162,11 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"size": {"longest_edge": 16}, "max_image_size": {"longest_edge": 8}},
         {"return_row_col_info": True},
     ),
+    "llava_next": (
+        "LlavaNextImageProcessorPil",
+        {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}, "image_grid_pinpoints": PINPOINTS},
+        {},
+    ),
     "mllama": ("MllamaImageProcessorPil", {"size": {"height": 8, "width": 8}}, {}),
     "internvl": ("GotOcr2ImageProcessorPil", {"size": {"height": 8, "width": 8}}, {"crop_to_patches": True}),
 }
@@ -184,6 +189,7 @@ def test_images_are_processed_as_the_processor_of_the_family_does(kind: str, tmp
     assert torch.equal(picture.patches, content[: len(picture.patches)]), "tiles after these are empty"
     (features,), _ = encode_pictures(module.base_model, family, module.config, [picture], torch.device("cpu"))
     tokens = {"pixtral": 24, "mistral3": 6, "gemma3": 4, "internvl": 52, "llava": 4, "smolvlm": 20, "mllama": 20}
+    tokens["llava_next"] = 14
     own = 1 if family.crossed else tokens[kind]
     assert features.shape == (tokens[kind], 32) and family.features(module.config, picture.grid) == own
     assert family.grid_of(image_processor(tmp_path)[0], module.config, 17, 24) == picture.grid
@@ -204,6 +210,8 @@ def test_a_model_of_these_tests_has_nothing_that_another_test_added() -> None:
             "'llava with siglip_vision_model' reads more",
         ),
         ({"model_type": "qwen3_omni_moe", "thinker_config": {"a": 1}}, "those with one are qwen2_vl, .*mistral3"),
+        ({"model_type": "kimi_vl", "vision_config": {"a": 1}}, "no row for it: its code is that of its folder .trust"),
+        ({"model_type": "kimi_k25", "vision_config": {"a": 1}}, "processes its images with torchvision alone; those"),
     ],
 )
 def test_models_that_read_more_than_text_are_refused_without_a_row(described: dict[str, Any], line: str) -> None:
@@ -213,7 +221,7 @@ def test_models_that_read_more_than_text_are_refused_without_a_row(described: di
 
 def test_a_folder_of_another_family_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     """transformers builds all of these as causal language models, without a word about images."""
-    for config in (transformers.LlavaNextConfig(), transformers.FuyuConfig(), transformers.Llama4Config()):
+    for config in (transformers.LlavaOnevisionConfig(), transformers.FuyuConfig(), transformers.Llama4Config()):
         config.save_pretrained(tmp_path)
         with pytest.raises(Refused, match="reads more than text"):
             check_loadable(tmp_path)

@@ -48,7 +48,7 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any, Path], Any
     def made(kind: str, tokenizer: Any, folder: Path) -> Any:
         k, (images, _) = KINDS[kind], image_processor(folder)
         videos = (None,) if kind in ("smolvlm", "internvl") else ()
-        module = k.processor.removesuffix("Processor").lower()
+        module = "llava_next" if kind == "llava_next" else k.processor.removesuffix("Processor").lower()
         own = importlib.import_module(f"transformers.models.{module}.processing_{module}")
         return getattr(own, k.processor)(images, tokenizer, *videos, **k.more)
 

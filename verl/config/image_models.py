@@ -34,6 +34,8 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
         yield from _crossed_faults(config, f"{what} by cross-attention")
     if trained_by(config.model.lora) is not None:
         yield from _lora_faults(config, what, samples=samples)
+    if FAMILIES[kind].bare and (engine := engine_name(config, "model")) != "torch":
+        yield f"model.engine={engine}: {what}, with a vector in no module that ranks would divide; use one rank"
     if command == "rm":
         yield f"verl rm: {what}, and has no head for scores; give a language model"
     if any(is_url(path) for path in config.teacher.roles().values()):

@@ -66,6 +66,11 @@ def _tiles(pictures: Sequence[Picture], config: Any, device: torch.device) -> di
     return {"pixel_values": _content(pictures, device)}
 
 
+def _sized_tiles(pictures: Sequence[Picture], config: Any, device: torch.device) -> dict[str, Tensor]:
+    sizes = torch.tensor([picture.grid[1:] for picture in pictures])
+    return {"pixel_values": _content(pictures, device), "image_sizes": sizes}
+
+
 def _tiles_in_rows(pictures: Sequence[Picture], config: Any, device: torch.device) -> dict[str, Tensor]:
     """Tiles are given as the images of one row."""
     return {"pixel_values": _content(pictures, device)[None]}
@@ -80,6 +85,7 @@ _GIVEN: Mapping[Content, Callable[[Sequence[Picture], Any, torch.device], dict[s
     "pixels": _pixels,
     "tiles": _tiles,
     "tiles in rows": _tiles_in_rows,
+    "tiles of a size": _sized_tiles,
 }
 
 
@@ -99,4 +105,6 @@ def picture_of(found: Mapping[str, Any], family: ImageFamily, config: Any) -> Pi
         ((rows,),), ((columns,),), (tiles,) = found["rows"], found["cols"], content
         return Picture(patches=tiles, grid=(len(tiles), int(rows), int(columns)))
     ((height, width),), side = found["image_sizes"].tolist(), config.vision_config.patch_size
+    if family.content == "tiles of a size":
+        return Picture(patches=content[0], grid=(len(content[0]), height, width))
     return Picture(patches=content[..., :height, :width], grid=(1, height // side, width // side))

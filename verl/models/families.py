@@ -16,8 +16,9 @@ from verl.types import Grid, Medium
 
 Part = Literal["vision", "projector", "language"]
 """The parts of a model that reads images."""
-Content = Literal["patches", "pixels", "tiles", "tiles in rows", "tiles on a canvas"]
-"""The form of an image as a tower reads it: patches [P, D] with their grid, pixels of any size, tiles of one size."""
+Content = Literal["patches", "pixels", "tiles", "tiles in rows", "tiles on a canvas", "tiles of a size"]
+"""The form of an image as a tower reads it: patches [P, D] with their grid, pixels of any size, tiles of one size (of
+the image in its own size, where the features depend on it)."""
 _MANY = re.compile(r"(vision|visual|image|video|audio|speech|vq|vit|thinker)_?(tower_)?config|visual|mm_vision_tower")
 """Keys of config.json that describe an encoder of what is not text."""
 
@@ -84,6 +85,8 @@ class ImageFamily:
     projector: tuple[str, ...]
     """The modules that map the tower's features to the width of the language model, below the base model; they may be
     within the tower. The first one is always there."""
+    bare: tuple[str, ...] = ()
+    """Parameters of the projector that are in no module, below the base model."""
 
     def feature_ids(self, config: Any) -> tuple[int, ...]:
         """Return the ids of the tokens that features replace, within the tokens of an image; others there are text."""
@@ -108,7 +111,7 @@ class ImageFamily:
     def part_of(self, name: str) -> Part:
         """Return the part of the model to which the parameter with this name belongs."""
         name = name.removeprefix("model.")
-        if name.startswith(tuple(f"{module}." for module in self.projector)):
+        if name in self.bare or name.startswith(tuple(f"{module}." for module in self.projector)):
             return "projector"
         return "vision" if name.startswith(f"{self.tower}.") else "language"
 
@@ -232,6 +235,32 @@ def _grid_of_canvas(processor: Any, config: Any, height: int, width: int) -> Gri
     return rows * columns, rows, columns
 
 
+def _unpadded_tiles(config: Any, grid: Grid) -> Sequence[int]:
+    """The features of the whole image, and of its tiles without their padding, each row with a learned vector at its
+    end. grid: the number of tiles, the height and the width of the image in pixels"""
+    from transformers.image_processing_utils import select_best_resolution
+
+    (_, height, width), vision = grid, config.vision_config
+    side = vision.image_size // vision.patch_size
+    best = select_best_resolution((height, width), config.image_grid_pinpoints)
+    rows, columns = (pixels // vision.image_size * side for pixels in best)
+    if width / height > columns / rows:
+        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+    else:
+        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+    return [side * side + rows * (columns + 1)]
+
+
+def _grid_of_sized_tiles(processor: Any, config: Any, height: int, width: int) -> Grid:
+    from transformers.image_processing_utils import select_best_resolution
+
+    if [*map(list, processor.image_grid_pinpoints)] != [*map(list, config.image_grid_pinpoints)]:
+        raise ValueError("image_grid_pinpoints of its processor are not those of config.json; make them equal")
+    side = config.vision_config.image_size
+    rows, columns = select_best_resolution((height, width), config.image_grid_pinpoints)
+    return 1 + rows // side * (columns // side), height, width
+
+
 def _patch_of_tokens(config: Any) -> Mapping[str, Any]:
     """Images are scaled to whole tokens, which are the patches of the image processor."""
     side = config.vision_config.patch_size * getattr(config, "spatial_merge_size", 1)
@@ -277,6 +306,13 @@ FAMILIES: Mapping[str, ImageFamily] = {
     "qwen3_5_moe": _QWEN,
     "llava with pixtral": _PIXTRAL,
     "llava with clip_vision_model": ImageFamily(content="tiles", layout=_square, grid_of=_one_tile, **_TOWER),
+    "llava_next": ImageFamily(
+        content="tiles of a size",
+        layout=_unpadded_tiles,
+        grid_of=_grid_of_sized_tiles,
+        bare=("image_newline",),
+        **_TOWER,
+    ),
     "mistral3": _PIXTRAL,
     "gemma3": ImageFamily(
         content="tiles",
@@ -313,6 +349,17 @@ FAMILIES: Mapping[str, ImageFamily] = {
 """The families by the `model_type` of config.json; "A with B": with a tower of model type B."""
 
 
+UNREAD: Mapping[str, str] = {
+    "llava_onevision": "the features of an image depend on whether its prompt has another one",
+    "gemma4": "each of its layers has embeddings of its own",
+    "kimi_k25": "transformers processes its images with torchvision alone",
+    "kimi_vl": "its code is that of its folder (trust_remote_code), and what that does with images is not known",
+    "qwen2_5_omni": "sounds are not read",
+    "qwen3_omni_moe": "sounds are not read",
+}
+"""Why further families have no row."""
+
+
 def family_of(config: Any) -> ImageFamily | None:
     """Return the row of a model's configuration; None: the model reads text alone, as far as verl knows."""
     return FAMILIES.get(_name(config.model_type, getattr(getattr(config, "vision_config", None), "model_type", None)))
@@ -325,9 +372,10 @@ def family_name(described: Mapping[str, Any]) -> str | None:
     if name in FAMILIES:
         return name
     if more := sorted(key for key, value in described.items() if _MANY.fullmatch(key) and value):
+        why = f": {UNREAD[name]}" if name in UNREAD else ""
         raise Refused(
-            f"a model of type {name!r} reads more than text ({', '.join(more)}), and verl knows no row for it; those "
-            f"with one are {', '.join(FAMILIES)}"
+            f"a model of type {name!r} reads more than text ({', '.join(more)}), and verl knows no row for it{why}; "
+            f"those with one are {', '.join(FAMILIES)}"
         )
     return None
 

@@ -37,6 +37,9 @@ class Tower:
             self._shapes |= {f"{name}.{key}": tensor.shape for key, tensor in part.state_dict().items()}
             for tensor in part.parameters():  # of the module only the structure and the buffers are used
                 tensor.data = tensor.new_zeros(()).expand(tensor.shape)
+        for name in family.bare:
+            self._shapes[name] = (shape := getattr(base, name).shape)
+            setattr(base, name, nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(shape), False))
         self._encoder, self._dtype, self._device = _Encoder(base, family, config), dtype, device
 
     def empty(self) -> dict[str, Tensor]:
