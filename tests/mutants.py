@@ -591,7 +591,7 @@ MUTANTS = (
         f"{FLOW} tests/unit/test_agent_loop.py tests/unit/test_batch.py",
     ),
     # -- branches, turns and tools
-    Mutant("agent_loop/base.py", "known[a - start : b - start] = True", "pass", "tests/unit/test_agent_loop.py"),
+    Mutant("driver/checked.py", "known[a - start : b - start] = True", "pass", "tests/unit/test_agent_loop.py"),
     Mutant("agent_loop/base.py", "len(self.record) >= self.max_turns", "False", "tests/unit/test_agent_loop.py"),
     Mutant("runs.py", "*ends[j][ends[j] < shared].tolist()", "", "tests/numerics/test_branches.py"),
     Mutant("agent_loop/tool_agent.py", "(len(ids), sampled)", "(len(ids), 1)", AGENT),
@@ -859,7 +859,7 @@ MUTANTS = (
     ),
     Mutant("agent_loop/tool_agent.py", "credit(sum(rewards))", "credit(max(rewards))", "tests/unit/test_tool_agent.py"),
     Mutant(
-        "agent_loop/base.py",
+        "driver/checked.py",
         "first + max_tokens - manager.taken -",
         "first + max_tokens -",
         "tests/unit/test_agent_loop.py",

@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 from each import matrix
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, LoopFailed, ServerManager, check_output
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, LoopFailed, ServerManager
 from verl.agent_loop.hosted import GrowingIds, Ready
 from verl.agent_loop.registry import Loops, of_the_user
 from verl.agent_loop.runner import HostedLoop, LoopRunner, hosted_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import Players
+from verl.driver.checked import check_output
 from verl.rollout.base import Completion, GenerateRequest, ReplicaLost
 from verl.sandbox import companion
 from verl.sandbox.companion import FrameChannel

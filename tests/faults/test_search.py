@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from verl.agent_loop.load_tools import load_tools
-from verl.agent_loop.tools import ToolAnswer, Toolbox
+from verl.agent_loop.tools import Toolbox
 from verl.chat.parsing import ToolCall
 from verl.tools import ToolBroken, search_tool
+from verl.tools.answers import ToolAnswer
 from verl.tools.search_tool import passages_text
 
 RETRIEVER = """

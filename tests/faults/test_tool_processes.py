@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import time
@@ -10,15 +11,18 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
+from PIL import Image
 
 from verl.agent_loop.load_tools import load_tools
-from verl.agent_loop.tools import Tool, ToolAnswer, Toolbox, close_tools
+from verl.agent_loop.tools import Tool, Toolbox, close_tools
 from verl.chat.parsing import ToolCall
 from verl.tools import ToolBroken
+from verl.tools.answers import ToolAnswer
 from verl.tools.function_tool import ToolLimits
 
 TOOLS = '''
 import os, re, signal, sys
+from PIL import Image
 
 from verl.tools import ToolBroken, ToolResponse, function_tool
 
@@ -61,7 +65,9 @@ def act(what: str, n: int = 1) -> str:
         gone.add_note("while it was read")
         raise gone
     if what == "image":
-        return ToolResponse(text="see", image=[1])
+        return ToolResponse(text="see", video=[1])
+    if what == "drawing":
+        return Image.new("L", (n, 8))
     if what == "reward":
         return f"got {n}", 0.5 * n, {}
     return {"pid": os.getpid(), "n": n}
@@ -124,8 +130,14 @@ def test_whatever_a_call_does_is_an_answer(tools):
     found, _ = call(tools, *({"what": what} for what in whats), {"what": "say"})
     *failed, last = found
     assert [a.error for a in failed] == ["exception"] * len(whats) and last.error == ""
-    for answer, said in zip(failed, ("KeyError: 'gone'", "SystemExit: 3", "(crash)", "(memory)", "images or videos")):
+    for answer, said in zip(failed, ("KeyError: 'gone'", "SystemExit: 3", "(crash)", "(memory)", "returned videos")):
         assert answer.text.startswith("Error: act failed: ") and said in answer.text, answer
+
+
+def test_a_call_may_return_an_image(tools):
+    (answer,), _ = call(tools, {"what": "drawing", "n": 12})
+    (part,) = answer.parts
+    assert Image.open(io.BytesIO(part.item)).size == (12, 8) and answer.text == ""
 
 
 @pytest.mark.parametrize("what", ["broken", "lines", "long", "kind", "note"])

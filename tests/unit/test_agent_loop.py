@@ -14,15 +14,9 @@ from fakes import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agent_loop.base import (
-    AgentLoopBase,
-    AgentLoopOutput,
-    RecordedCall,
-    ServerManager,
-    check_output,
-    sampling_params_of,
-)
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, RecordedCall, ServerManager, sampling_params_of
 from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.driver.checked import check_output
 from verl.rollout.base import Completion
 from verl.types import Medium, Sampling
 
@@ -90,7 +84,7 @@ def test_an_untouched_answer_is_found_without_a_search(full: bool, monkeypatch: 
     for limit in (50, 4, 3):
         fast = [check_output(loop, made, limit) for loop in loops]
         with monkeypatch.context() as patch:
-            patch.setattr("verl.agent_loop.base._is_untouched", lambda *_: False)
+            patch.setattr("verl.driver.checked._is_untouched", lambda *_: False)
             searched = [check_output(loop, made, limit) for loop in loops]
         for one, other in zip(fast, searched, strict=True):
             assert one.stop_reason == other.stop_reason and shape(one.segments) == shape(other.segments)
@@ -219,6 +213,7 @@ def test_media_and_side_channels_follow_the_tokens() -> None:
     ):
         made = manager(*calls)
         made.media = (Medium("ab12", 0, 1), Medium("cd34", 1, 1))
+        made.record = [replace(call, media=made.media) for call in made.record]
         prompt, *rest = check_output(loop, made, 50).segments
         assert prompt.media == made.media and not any(s.media for s in rest)
         assert [s.side["experts"][:, 0].tolist() if s.side else None for s in rest] == expected

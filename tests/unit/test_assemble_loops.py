@@ -14,7 +14,7 @@ from verl.driver import assemble_loops
 
 
 def test_no_resume_and_no_restart_repeats_what_a_tool_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("unchecked_tokenizer", "load_loops", "stop_ids"):
+    for name in ("unchecked_tokenizer", "load_loops", "stop_ids", "find_model_folder"):
         monkeypatch.setattr(assemble_loops, name, lambda *given: None)
     config = Config()
     config = changed(config, {"run.threads": torch.get_num_threads()})

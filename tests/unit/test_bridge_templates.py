@@ -24,7 +24,7 @@ from fakes import FakeEngine
 from test_chat import TEMPLATES
 from tools import HERMES, REWRITING, hermes_tokenizer
 
-from verl.agent_loop.base import ServerManager, check_output, sampling_params_of
+from verl.agent_loop.base import ServerManager, sampling_params_of
 from verl.agent_loop.load_tools import function_as_tool
 from verl.agent_loop.registry import load_loops
 from verl.agent_loop.sections import AgentConfig
@@ -34,6 +34,7 @@ from verl.chat.parsing import FORMATS, TurnParser
 from verl.chat.template import Renderer, RenderError, TemplateAudit, audit_template, is_prefix
 from verl.config.schema import Config
 from verl.config.tree import changed
+from verl.driver.checked import check_output
 from verl.rollout.base import Completion, GenerateRequest
 from verl.tools import function_tool
 from verl.types import Sampling

@@ -10,10 +10,11 @@ import pytest
 from test_tool_agent import USER, Speaks, kit_of
 from tools import HERMES, REWRITING
 
-from verl.agent_loop.base import ServerManager, check_output, sampling_params_of
+from verl.agent_loop.base import ServerManager, sampling_params_of
 from verl.agent_loop.load_tools import load_tools
 from verl.agent_loop.tool_agent import ToolAgentLoop
 from verl.agent_loop.tools import Tool
+from verl.driver.checked import check_output
 from verl.types import Sampling
 
 # As TRL's page on environments writes one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import io
 import sys
@@ -15,14 +16,19 @@ import pyarrow.parquet as pq
 import pytest
 from image_tokenizers import KINDS, TILES, built, folder_of, marked_folder, tokenizer_of
 from PIL import Image
+from tool_images import TOOL_TEMPLATE
 from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.processing_utils import ProcessorMixin
 from vision import png
 from vision_families import KINDS as MODELS
 
+from verl.agent_loop.base import LoopMedia
+from verl.agent_loop.load_tools import function_as_tool
+from verl.agent_loop.registry import _kit
+from verl.agent_loop.sections import AgentConfig
 from verl.checkpoint.loadable import exact_config
 from verl.config.load import load_config
-from verl.config.schema import DataConfig
+from verl.config.schema import Config, DataConfig
 from verl.data.source import load_conversations, load_tasks
 from verl.driver.assemble import context_of
 from verl.driver.banned import policy_banned
@@ -32,6 +38,10 @@ from verl.models.expand import banned_tokens, expander
 from verl.models.families import family_of
 from verl.models.image_files import image_processor
 from verl.models.pictures import processed
+from verl.tools import ToolResponse
+from verl.tools.answers import answer_of
+from verl.tools.pictures import IMAGE_PART
+from verl.transfer_queue.media import FolderMedia
 
 
 @pytest.fixture
@@ -164,6 +174,41 @@ def test_an_image_behind_a_trained_answer_is_refused_with_cross_attention(tmp_pa
     cfg = DataConfig(cache_dir=str(tmp_path / "cache"), max_tokens_per_row=4096)
     with pytest.raises(Refused, match="row 1: an image behind a token that is trained"):
         load_conversations([str(tmp_path / "rows.parquet")], tokenizer, cfg, model=tmp_path)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("idefics3", "pixtral")])  # as two more
+def test_images_of_tools_have_the_ids_of_the_whole_conversation(kind: str, reference: Any, tmp_path: Path) -> None:
+    """The template writes no space where a tokenizer would join it with the text before."""
+    tokenizer = tokenizer_of(kind)
+    tokenizer.chat_template = TOOL_TEMPLATE.replace("IMAGE", KINDS[kind].written or KINDS[kind].image)
+    folder_of(kind, tokenizer, tmp_path)
+
+    def look() -> str:
+        """Look."""
+        return ""
+
+    kit, _ = _kit(Config(agent=AgentConfig(format="hermes")), tokenizer, {"look": function_as_tool(look)}, (), tmp_path)
+    assert kit.bridge is not None and kit.pictures is not None
+    if kind == "mllama":
+        assert "tokens before the first image would read it" in kit.pictures.refused
+        return
+    assert not kit.pictures.refused
+    call = {"function": {"name": "look", "arguments": {}}}
+    talk = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "is", "tool_calls": [call]}]
+    result = {"role": "tool", "content": [{"type": "text", "text": "ab\n"}, IMAGE_PART, IMAGE_PART]}
+    images = [Image.open(io.BytesIO(content)).convert("RGB") for content in PICTURES[1:]]
+    text = kit.renderer.text([*talk, result], prompt=True)
+    processor = reference(kind, tokenizer_of(kind), tmp_path)
+    whole = [*processor(images=images, text=[text], add_special_tokens=False)["input_ids"][0]]
+    head = kit.renderer.ids(talk, prompt=False)
+    media = LoopMedia(FolderMedia(tmp_path / "files"), "a")
+    answer = asyncio.run(kit.pictures.shown(answer_of(ToolResponse(image=PICTURES[1:])), "look", media))
+    ids, written = kit.bridge.after(head, [result])
+    ids, lengths, found = kit.pictures.expanded(ids, answer.parts, len(head))
+    assert [*head, *ids] == whole and len(np.repeat(written, lengths)) == len(ids)
+    feature, places = tokenizer.convert_tokens_to_ids(KINDS[kind].image), [range(m.start, m.end) for m in found]
+    assert {at for at, i in enumerate(whole) if i == feature} <= {at for place in places for at in place}
+    assert all(whole[place[0]] == whole[place[-1]] == feature for place in places)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,10 +20,11 @@ from each import each
 from fakes import FakeEngine, put
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of, task_of
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, AgentLoopOutput, CheckedOutput
+from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, AgentLoopOutput
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.estimators import grpo, token_rewards
 from verl.algorithms.resolve import resolve
+from verl.driver.checked import CheckedOutput
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.rows import queued_samples
 from verl.types import Invalid, Refs, Sample, Score, Segment, Trajectory, derive_seed, samples_of

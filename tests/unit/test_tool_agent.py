@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tools import HERMES, REWRITING, hermes_tokenizer, multiply
 
 from verl.agent_loop import hosted, runner
-from verl.agent_loop.base import AgentLoopOutput, ServerManager, check_output, sampling_params_of
+from verl.agent_loop.base import AgentLoopOutput, ServerManager, sampling_params_of
 from verl.agent_loop.load_tools import function_as_tool, load_tools
 from verl.agent_loop.registry import load_loops
 from verl.agent_loop.sections import AgentConfig
@@ -31,6 +31,7 @@ from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, ToolCall, TurnParser
 from verl.chat.template import Renderer, audit_template
 from verl.config.schema import Config
+from verl.driver.checked import check_output
 from verl.rollout.base import Completion
 from verl.tools import BaseTool, OpenAIFunctionToolSchema, ToolBroken, ToolResponse, function_tool
 from verl.tools.function_tool import ToolLimits
@@ -319,7 +320,8 @@ ODD: list[tuple[Any, str]] = [
     ("half \ud83d", "half ?"),
     (lambda: sys.exit(3), "Error: look failed: SystemExit: 3"),
     (ValueError("no such page"), "Error: look failed: ValueError: no such page"),
-    (ToolResponse(image=[1]), "images or videos"),
+    (ToolResponse(image=[1]), "returned images, which this model does not take"),
+    (ToolResponse(video=[1]), "returned videos"),
 ]
 
 

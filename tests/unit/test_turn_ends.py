@@ -230,7 +230,7 @@ def test_rollouts_and_loops_are_given_the_end_of_the_template(tiny_model, monkey
     assert end not in eos_ids(config, copy_with(tokenizer, "<|endoftext|>"))
     assert end in assemble_fleet.rollout_engine(config, copy_with(tokenizer, "<|endoftext|>"), "cpu").eos_token_ids
     gemma = tokenizer_for("gemma4_v5")
-    kit, _ = _kit(config.agent, gemma, {}, {"multiply": TOOL}, (gemma.eos_token_id,))
+    kit, _ = _kit(config, gemma, {"multiply": TOOL}, (gemma.eos_token_id,))
     assert gemma.convert_tokens_to_ids("<|tool_response>") in kit.ends
 
 

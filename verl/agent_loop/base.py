@@ -4,7 +4,7 @@ return.
 A loop may rewrite text as it likes; the trained tokens are taken from the record of the server manager. A mask=1 token
 that was not sampled there, after exactly the tokens that precede it in the output, is an error. Log-probs, versions,
 media and side channels are the recorded ones. A loop with a branched history returns one output per branch: each is
-checked, and a token that occurs in several branches is trained in the first.
+checked (driver/checked.py), and a token that occurs in several branches is trained in the first.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
 from verl.agent_loop.templates import RendersMessages
 from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Completion, GenerateRequest, Generates
-from verl.types import TEMPLATE, Medium, Sampling, Segment, StopReason, Task, as_ids, derive_seed
+from verl.types import Medium, Sampling, StopReason, Task, as_ids, derive_seed
+
+if TYPE_CHECKING:
+    from verl.transfer_queue.base import MediaStore
 
 T = TypeVar("T")
 
@@ -50,6 +53,8 @@ class AgentLoopOutput:
     mm_processor_kwargs: Mapping[str, Any] | None = None
     written: Sequence[int] | None = None
     """Per token with mask 0: 1 if a tool wrote it, 0 if the template did. None: a tool wrote all."""
+    media: Sequence[Medium] | None = None
+    """The images of the row, with their places in `prompt_ids` and `response_ids` together. None: those of the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +71,7 @@ class RecordedCall:
     prompt_ids: np.ndarray
     completion: Completion
     token_ids: list[int]  # the ids as the loop received them
+    media: tuple[Medium, ...] = ()  # the images of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,20 @@ class LoopFailed(RuntimeError):
     name."""
 
 
+@dataclass(frozen=True, slots=True)
+class LoopMedia:
+    """Where a loop puts the content of the images that its tools return: files, whose hashes alone go to the driver.
+    Either side of a loop's process opens the store.
+
+    owner: the name of the attempt, to which the content belongs until it ends
+    refused: why no image of a tool can be trained in this run; "" if it can
+    """
+
+    store: MediaStore
+    owner: str
+    refused: str = ""
+
+
 NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # parameters with these values have no effect
 
 
@@ -99,6 +119,7 @@ class ServerManager:
 
     counts: further counts of the loop, for `agent/NAME` in the metrics
     credits_turns: the algorithm reads rewards of single turns (`credit`)
+    media, returned: the images of the task, and the store of those that tools return; None: the queue stores none
     timeline: the turns and tool calls with their times
     """
 
@@ -108,6 +129,7 @@ class ServerManager:
     prefix_key: str | None = None
     parameters: str = POLICY_SET.id
     media: tuple[Medium, ...] = ()
+    returned: LoopMedia | None = None
     max_turns: int | None = None
     credits_turns: bool = False
     wall_s: float = math.inf
@@ -196,9 +218,14 @@ class ServerManager:
         sampling_params: Mapping[str, Any],
         image_data: Any = None,
         video_data: Any = None,
+        media: Sequence[Medium] | None = None,
     ) -> TokenOutput:
+        """Sample an answer. media: the images of the prompt with their places; None: those of the task, at their
+        places in its prompt."""
         if image_data or video_data:
-            raise ValueError("this model takes no images or videos; remove them from the rows")
+            raise ValueError(
+                "image_data: a loop of your own adds no images or videos to those of its row; a tool may return images"
+            )
         wanted, ids = self._merged(sampling_params), as_ids(prompt_ids)
         turn, self._calls = self._calls, self._calls + 1
         self._limit = self._limit or len(ids) + self.sampling.max_tokens - self.taken
@@ -212,16 +239,20 @@ class ServerManager:
             return TokenOutput([], [], self.ended_by)
         sampling = wanted.of_call(min(wanted.max_tokens, room), derive_seed(*self.seed_parts, turn))
         entry = self.begin("turn", number=turn, prompt_tokens=len(ids))
-        completion = await self.engine.generate(self.request(request_id, ids, sampling))
-        call = RecordedCall(ids, completion, completion.ids.tolist())
+        request = self.request(request_id, ids, sampling, media)
+        completion = await self.engine.generate(request)
+        call = RecordedCall(ids, completion, completion.ids.tolist(), request.media)
         self.record.append(call)
         self.end(entry, tokens=len(completion.ids), why=completion.stop_reason)
         return TokenOutput(call.token_ids.copy(), completion.logprobs.tolist(), completion.stop_reason)
 
-    def request(self, request_id: str, ids: np.ndarray, sampling: Sampling) -> GenerateRequest:
-        """Return a request to the engine, with the prefix key, the parameter set and the media of this trajectory."""
-        key, parameters = self.prefix_key, self.parameters
-        return GenerateRequest(request_id, ids, sampling, prefix_key=key, parameters=parameters, media=self.media)
+    def request(
+        self, request_id: str, ids: np.ndarray, sampling: Sampling, media: Sequence[Medium] | None = None
+    ) -> GenerateRequest:
+        """Return a request to the engine, with the prefix key and the parameter set of this trajectory. media: as in
+        `generate`."""
+        key, parameters, seen = self.prefix_key, self.parameters, self.media if media is None else tuple(media)
+        return GenerateRequest(request_id, ids, sampling, prefix_key=key, parameters=parameters, media=seen)
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:
         """Return the run's sampling, with the loop's changes that leave the distribution as it is, because the trainer
@@ -300,34 +331,6 @@ LoopOutput = AgentLoopOutput | Sequence[AgentLoopOutput]
 AgentLoopFactory = Callable[[ServerManager, Task], AgentLoopBase]
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedOutput:
-    """The output of a loop as a trajectory. The ids are those that the loop returned; everything else is from the
-    record.
-
-    branches: the rows after the first
-    discarded: the number of sampled tokens that are trained in no row
-    paid: for each turn, a view [1] of the place of its reward in its side channel; [0] if none of its tokens is trained
-    or the algorithm reads no rewards of turns
-    """
-
-    segments: tuple[Segment, ...]
-    stop_reason: StopReason
-    branches: tuple[tuple[Segment, ...], ...] = ()
-    discarded: int = 0
-    paid: tuple[np.ndarray, ...] = ()
-
-    def pay(self, rewards: Sequence[float]) -> str:
-        """Add the reward function's values to the turns' rewards from their tools. Return an error text if there is not
-        one value per turn."""
-        if len(rewards) != len(self.paid):
-            each = "give one for each of extra_info['turn_texts']"
-            return f"turn_rewards has {len(rewards)} values, and the model played {len(self.paid)} turns: {each}"
-        for place, reward in zip(self.paid, rewards):
-            place += reward
-        return ""
-
-
 def outputs_of(output: LoopOutput) -> Sequence[AgentLoopOutput]:
     """Return the branches. Raise ValueError for an output without branches, and for a reward of a branch before the
     last."""
@@ -344,148 +347,6 @@ def outputs_of(output: LoopOutput) -> Sequence[AgentLoopOutput]:
             f"reward_score={early.pop()} of a branch: a trajectory has one reward; set it on the last branch"
         )
     return output
-
-
-def check_output(output: LoopOutput, manager: ServerManager, max_tokens: int) -> CheckedOutput:
-    """Return the trajectory of a loop's output, with each branch cut where the budget of `max_tokens` after the first
-    prompt ends. Raise ValueError if a mask=1 token was not sampled by the server manager after exactly the tokens that
-    precede it."""
-    record = manager.record
-    if isinstance(output, AgentLoopOutput) and len(record) == 1 and _is_untouched(output, record[0], max_tokens):
-        call, turns = record[0], [manager.turn_side(0)]
-        prompt = Segment(ids=call.prompt_ids, source="prompt", media=manager.media)
-        reason = manager.ended_by or call.completion.stop_reason
-        n = len(call.completion.ids)
-        paid = _place_rewards(manager, turns, [np.ones(n, np.bool_)])
-        return CheckedOutput((prompt, *_sampled(call.completion, turns[0], 0, n)), reason, paid=paid)
-    outputs = outputs_of(output)
-    turns = [manager.turn_side(k) for k in range(len(record))]
-    trained = [np.zeros(len(call.completion.ids), np.bool_) for call in record]
-    rows = []
-    for k, one in enumerate(outputs):
-        try:
-            row, reason, cut = _row(one, manager, max_tokens, trained, turns)
-        except ValueError as e:
-            raise ValueError(f"branch {k + 1} of {len(outputs)}: {e}" if len(outputs) > 1 else str(e)) from None
-        rows.append(row)
-    reason = manager.ended_by or ("context_full" if cut else reason)
-    paid = _place_rewards(manager, turns, trained)
-    return CheckedOutput(rows[0], reason, tuple(rows[1:]), sum(int((~own).sum()) for own in trained), paid)
-
-
-def _place_rewards(
-    manager: ServerManager, turns: Sequence[Mapping[str, np.ndarray]], trained: Sequence[np.ndarray]
-) -> tuple[np.ndarray, ...]:
-    """Place each turn's reward at the last of its tokens that is trained, wherever the loop cut the turn, and return
-    views of these places. The segments hold views too."""
-    if not manager.credits_turns:  # the turns have no rewards
-        return (np.zeros(0, np.float32),) * len(trained)
-    places = []
-    for k, own in enumerate(trained):
-        end = int(np.flatnonzero(own)[-1]) + 1 if own.any() else 0
-        place = turns[k]["turn_reward"][:end][-1:]
-        place += manager.turn_reward(k)
-        places.append(place)
-    return tuple(places)
-
-
-def _row(
-    output: AgentLoopOutput,
-    manager: ServerManager,
-    max_tokens: int,
-    trained: Sequence[np.ndarray],
-    turns: Sequence[Mapping[str, np.ndarray]],
-) -> tuple[tuple[Segment, ...], StopReason, bool]:
-    """Return (segments, the reason why the last call of the row ended, True if the budget cut the row). `trained` marks
-    for each call [t] bool the tokens that are part of an earlier row; the tokens of this row are marked too."""
-    prompt_ids, ids = as_ids(output.prompt_ids), as_ids(output.response_ids)
-    mask = np.asarray(output.response_mask, bool)
-    if len(ids) != len(mask):
-        raise ValueError(f"response_mask has {len(mask)} values for {len(ids)} response_ids")
-    first = len(manager.record[0].prompt_ids) if manager.record else len(prompt_ids)
-    room = max(0, first + max_tokens - manager.taken - len(prompt_ids))
-    cut = len(ids) > room
-    ids, mask = ids[:room], mask[:room]
-    written = np.ones(len(ids), bool) if output.written is None else np.asarray(output.written, bool)[:room]
-    if len(written) != len(ids):
-        raise ValueError(f"written has {len(written)} values for {len(ids)} response_ids")
-    owner = np.where(mask, _owners(prompt_ids, ids, manager.record, trained), -1)
-    if len(invented := np.flatnonzero(mask & (owner < 0))):
-        raise ValueError(
-            f"{len(invented)} tokens with mask 1, the first at response position {invented[0]}, were not sampled by "
-            "the model after what precedes them: the loop changed or invented them, or it rewrote what came before; "
-            "give them mask 0"
-        )
-    segments = [Segment(ids=prompt_ids, source="prompt", media=manager.media)]
-    reason: StopReason = "error"
-    for a, b in _runs(owner):
-        if owner[a] < 0:
-            for c, d in _runs(written[a:b]):
-                version = -1 if written[a + c] else TEMPLATE
-                segments.append(Segment(ids=ids[a + c : a + d], source="env", version=version))
-            continue
-        call, known = manager.record[owner[a]], trained[owner[a]]
-        start = len(call.prompt_ids) - len(prompt_ids)
-        for c, d in _runs(known[a - start : b - start]):
-            if known[a - start + c]:
-                segments.append(Segment(ids=ids[a + c : a + d], source="env"))
-            else:
-                segments.extend(_sampled(call.completion, turns[owner[a]], a - start + c, a - start + d))
-        known[a - start : b - start] = True
-        reason = call.completion.stop_reason if b - start == len(call.completion.ids) else "stop"  # cut by the loop
-    return tuple(segments), reason, cut
-
-
-def _runs(values: np.ndarray) -> list[tuple[int, int]]:
-    """Return (first, end) of each run of equal values."""
-    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)] if len(values) else [0]
-    return list(zip(edges, edges[1:]))
-
-
-def _is_untouched(output: AgentLoopOutput, call: RecordedCall, max_tokens: int) -> bool:
-    """Return True if the loop returned one call unchanged, so that no search is needed."""
-    ids, mask, prompt_ids = output.response_ids, output.response_mask, output.prompt_ids
-    if not (isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask) <= max_tokens and all(mask)):
-        return False
-    same_prompt = prompt_ids is call.prompt_ids or np.array_equal(prompt_ids, call.prompt_ids)
-    return ids == call.token_ids and same_prompt
-
-
-def _owners(
-    prompt: np.ndarray, ids: np.ndarray, record: Sequence[RecordedCall], trained: Sequence[np.ndarray]
-) -> np.ndarray:
-    """Return [R] the call that sampled each response token, or -1. A call's tokens are placed where its prompt ends, if
-    the preceding tokens are equal to it. The loop may have cut or dropped them. If two calls fit one place, the longer
-    match is kept; of equal matches that end the row, the call with fewer trained tokens, because each of several equal
-    samples may be a branch."""
-    whole = np.concatenate([prompt, ids])
-    owner = np.full(len(ids), -1, np.int64)
-    agreed: dict[int, tuple[int, int]] = {}
-    for k, call in enumerate(record):
-        at = len(call.prompt_ids) - len(prompt)
-        if at < 0 or not np.array_equal(whole[: len(call.prompt_ids)], call.prompt_ids):
-            continue
-        sampled = call.completion.ids[: len(ids) - at]
-        differs = np.flatnonzero(ids[at : at + len(sampled)] != sampled)
-        n = int(differs[0]) if len(differs) else len(sampled)
-        known = int(trained[k][:n].sum()) if n == len(call.completion.ids) == len(ids) - at else n
-        if (found := (n, -known)) > agreed.get(at, (0, 0)):
-            agreed[at] = found
-            owner[at : at + n] = k
-    return owner
-
-
-def _sampled(c: Completion, turn: Mapping[str, np.ndarray], first: int, end: int) -> list[Segment]:
-    """Return tokens first:end of a completion, one segment per weight version, with the side channels of call and
-    turn."""
-    segments = []
-    for version, start, stop in c.spans:
-        a, b = max(start, first), min(stop, end)
-        if a < b:
-            side = {name: channel[a:b] for name, channel in (*c.side.items(), *turn.items())}
-            logprobs = c.logprobs[a:b]
-            segments.append(Segment(ids=c.ids[a:b], source="sampled", logprobs=logprobs, version=version, side=side))
-    return segments
 
 
 async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

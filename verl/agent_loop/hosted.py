@@ -18,7 +18,7 @@ from verl.agent_loop.base import AgentLoopOutput, LoopNotes, LoopOutput, ServerM
 from verl.agent_loop.registry import Loops
 from verl.rollout.base import Completion, GenerateRequest
 from verl.sandbox.companion import FrameChannel
-from verl.types import Sampling, Task, as_ids
+from verl.types import Medium, Sampling, Task, as_ids
 
 GC_THRESHOLD = 50_000
 RELEASE_S = 10.0  # the time that cancelled trajectories get to release their tools
@@ -52,6 +52,7 @@ class GenerateCall(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     keep: int  # The number of leading ids of the trajectory's previous call that precede `ids`.
     ids: bytes  # int64
     sampling: Sampling
+    media: tuple[Medium, ...]
 
 
 class CancelCall(msgspec.Struct, frozen=True, array_like=True, tag="drop"):
@@ -73,6 +74,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     generate_s: float
     tool_s: float
     extra_fields: dict[str, Any]
+    media: tuple[Medium, ...] | None
 
 
 class PlayEnded(msgspec.Struct, frozen=True, array_like=True, tag="played"):
@@ -153,13 +155,14 @@ class DriverEngine:
     manager: ServerManager | None = None  # The server manager of the trajectory.
 
     async def generate(self, request: GenerateRequest) -> Completion:
-        """Generate with the driver's engine. The driver adds the trajectory's prefix key, parameter set and media."""
-        prompt_ids = request.prompt_ids
+        """Generate with the driver's engine. The driver adds the trajectory's prefix key and parameter set."""
+        prompt_ids, sampling, media = request.prompt_ids, request.sampling, request.media
         call, self.made = self.made, self.made + 1
         keep = self.known.agreeing(prompt_ids)
         self.known.then(keep, prompt_ids[keep:])  # a copy, because the loop may change its own array
         self.waiting[call] = asyncio.get_running_loop().create_future()
-        self.say(GenerateCall(self.play, call, str(request.id), keep, prompt_ids[keep:].tobytes(), request.sampling))
+        new = prompt_ids[keep:].tobytes()
+        self.say(GenerateCall(self.play, call, str(request.id), keep, new, sampling, media))
         try:
             completion = await self.waiting[call]
         except asyncio.CancelledError:
@@ -285,6 +288,7 @@ def _output(one: AgentLoopOutput, known: GrowingIds) -> Output:
         generate_s=float(one.metrics.generate_sequences),
         tool_s=float(one.metrics.tool_calls),
         extra_fields=one.extra_fields,
+        media=None if one.media is None else tuple(one.media),
     )
 
 

@@ -9,18 +9,26 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from verl.agent_loop.tools import ToolAnswer, answer_of
 from verl.sandbox.messages import CallableSpec, Failure
 from verl.sandbox.pool import WorkerPool
+from verl.tools.answers import ReturnedImage, ToolAnswer, answer_of, content_of, of_parts
 from verl.tools.function_tool import ToolBroken
 
 START_S, CLOSE_S = 300.0, 10.0
 
 
-def plain(value: Any) -> tuple[str, float | None]:
-    """Return the (text, reward) of a function's value, which can be sent to another process."""
+Sent = tuple[str, float | None, list[tuple[bool, bytes]]]
+"""The text and the reward of an answer, and its parts if it has images: whether one is an image, and its bytes."""
+
+
+def plain(value: Any) -> Sent:
+    """Return a function's value in a form that can be sent to another process."""
     found = answer_of(value)
-    return found.text, found.reward
+    parts = [
+        (True, content_of(part.item, "its image")) if isinstance(part, ReturnedImage) else (False, str(part).encode())
+        for part in found.parts
+    ]
+    return found.text, found.reward, parts
 
 
 class InProcesses:
@@ -39,7 +47,7 @@ class InProcesses:
             name=name,
             parameters=tuple(parameters),
             convert=plain,
-            returns=tuple[str, float | None],
+            returns=Sent,
             broken_by=(ToolBroken,),
             section="agent.tools",
             called="tool",
@@ -47,7 +55,7 @@ class InProcesses:
         self._name = name
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"tool {name}", daemon=True).start()
-        self._pool: WorkerPool[tuple[str, float | None]] = WorkerPool(spec, num_workers=processes, timeout_s=timeout_s)
+        self._pool: WorkerPool[Sent] = WorkerPool(spec, num_workers=processes, timeout_s=timeout_s)
         try:
             asyncio.run_coroutine_threadsafe(self._pool.start(), self._loop).result(START_S)
         except ValueError:
@@ -61,7 +69,9 @@ class InProcesses:
         work = self._pool.call({**arguments, **given})
         found = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         if not isinstance(found, Failure):
-            return ToolAnswer(found[0], reward=found[1])
+            text, reward, parts = found
+            shown = [ReturnedImage(part) if is_image else part.decode() for is_image, part in parts]
+            return ToolAnswer(**(of_parts(shown) if shown else {"text": text}), reward=reward)
         if found.reason == "timeout":
             raise TimeoutError
         if found.reason == "broken":

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
@@ -25,6 +26,7 @@ from verl.data.formats import TOOL_AGENT as TOOL
 from verl.data.formats import Players, played_by
 from verl.errors import Refused
 from verl.tools.mcp import tools_hash
+from verl.tools.pictures import turn_pictures
 from verl.types import Task
 
 
@@ -40,11 +42,12 @@ class Loops:
     longest_call_s: float = 0.0  # The longest deadline of a tool call.
 
 
-def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
+def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...], model: Path | None = None) -> Loops:
     """Load the loops and tools of the configuration. Raise ValueError for a loop or a tool that cannot be loaded, and
     for tools with a template that has no place for them.
 
-    config: the whole configuration, which the user's loops receive
+    config: the whole configuration, which the user's loops receive · model: the folder of the model, of which images
+    that tools return are read; None: it reads text alone
     """
     agent: AgentConfig = config.agent
     default, _ = played_by(agent.loop, agent.tools)
@@ -54,7 +57,7 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     notes: tuple[str, ...] = ()
     if tools:
         try:
-            kit, notes = _kit(agent, tokenizer, config.model.template_kwargs, tools, eos_ids)
+            kit, notes = _kit(config, tokenizer, tools, eos_ids, model)
         except ValueError:
             close_tools(tools)
             raise
@@ -65,7 +68,7 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
             return SingleTurnLoop(config, manager, tokenizer)
         if name == TOOL:
             assert kit is not None, "rows that name tool_agent without tools are refused when they are read"
-            return ToolAgentLoop(config, manager, tokenizer, kit=kit)
+            return ToolAgentLoop(config, manager, tokenizer, kit=kit, images=task.images)
         return own[name](config, manager, tokenizer)
 
     names = (SINGLE, *((TOOL,) if tools else ()), *own)
@@ -114,12 +117,9 @@ def _refused(tokenizer: Any, template_kwargs: Mapping[str, Any], tool: Tool) -> 
 
 
 def _kit(
-    agent: AgentConfig,
-    tokenizer: Any,
-    template_kwargs: Mapping[str, Any],
-    tools: Mapping[str, Tool],
-    eos_ids: tuple[int, ...],
+    config: Any, tokenizer: Any, tools: Mapping[str, Tool], eos_ids: tuple[int, ...], model: Path | None = None
 ) -> tuple[ToolKit, tuple[str, ...]]:
+    agent, template_kwargs = config.agent, config.model.template_kwargs
     audit = audit_template(tokenizer, template_kwargs)
     if not (audit.supports_tools and audit.supports_tool_calls):
         lacks = "tools" if not audit.supports_tools else "tool calls and their results"
@@ -145,6 +145,7 @@ def _kit(
         history, prompt = (renderer.text([USER], prompt=p) for p in (False, True))
         parser = TurnParser(FORMATS.get(name), opening_of(name, prompt[shared(history, prompt) :]), own)
         bridge = bridge_of(tokenizer, audit, template_kwargs)
+    pictures, bridge = turn_pictures(model, tokenizer, plain, renderer, bridge, package is not None)
     ends = frozenset((*eos_ids, *audit.ends))
     kit = ToolKit(
         tools=tools,
@@ -156,10 +157,13 @@ def _kit(
         ends=ends,
         limits=agent,
         package=package,
+        pictures=pictures,
     )
     notes = [f"agent: {', '.join(tools)}; calls are written as {name}"]
     if bridge is None and package is None:
         notes.append("agent: the chat template rewrites earlier turns: every turn is a branch, rendered anew")
     if bridge is None and not audit.supports_parallel_calls:
         notes.append("agent: the chat template shows one call a turn: a turn with more goes back to the model")
+    if pictures is not None and pictures.refused:
+        notes.append(f"agent: a tool cannot return an image: {pictures.refused}")
     return kit, tuple(notes)

@@ -257,8 +257,9 @@ class LoopRunner:
     async def _answer(self, companion: Companion, playing: Playing, message: GenerateCall, ids: np.ndarray) -> None:
         manager = playing.manager
         try:
-            completion = await manager.engine.generate(manager.request(message.request_id, ids, message.sampling))
-            playing.record[message.call] = RecordedCall(ids, completion, completion.ids.tolist())
+            request = manager.request(message.request_id, ids, message.sampling, message.media)
+            completion = await manager.engine.generate(request)
+            playing.record[message.call] = RecordedCall(ids, completion, completion.ids.tolist(), request.media)
             companion.send(("sampled", message.play, message.call, completion))
         except ReplicaLost as e:
             playing.end(e)
@@ -280,6 +281,7 @@ def _output(message: Output, known: GrowingIds) -> AgentLoopOutput:
         num_turns=message.num_turns,
         metrics=AgentLoopMetrics(generate_sequences=message.generate_s, tool_calls=message.tool_s),
         extra_fields=message.extra_fields,
+        media=message.media,
     )
 
 

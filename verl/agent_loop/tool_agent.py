@@ -2,7 +2,7 @@
 
     input        a row's prompt ids, its tools and its `tools_kwargs`
     waits for    the rollout engine, then all calls of a turn together
-    output       one AgentLoopOutput: sampled ids as they were sampled, all others with mask 0
+    output       one AgentLoopOutput: sampled ids as they were sampled, all others with mask 0, images with their places
 
 If the template has no bridge (chat/bridge.py), every turn begins a new branch, with all messages rendered again.
 """
@@ -20,13 +20,15 @@ import numpy as np
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ServerManager, TokenOutput, together
 from verl.agent_loop.sections import AgentConfig
-from verl.agent_loop.tools import Tool, ToolAnswer, Toolbox
+from verl.agent_loop.tools import Tool, Toolbox
 from verl.chat.bridge import Bridge, PlainText
 from verl.chat.messages import without_nulls
 from verl.chat.parsing import Malformed, ToolCall, Turn, TurnParser
 from verl.chat.renderers import PackageRenderer
 from verl.chat.template import Renderer, TemplateAudit, rendered_ids
-from verl.types import StopReason
+from verl.tools.answers import ShownImage, ToolAnswer
+from verl.tools.pictures import IMAGE_PART, TurnPictures, without_images
+from verl.types import Medium, StopReason, TaskImage
 
 SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
 # Fields that a loop receives in addition to the columns of the row.
@@ -47,6 +49,7 @@ class ToolKit:
     ends: frozenset[int]  # ids that end a turn
     limits: AgentConfig
     package: PackageRenderer | None = None  # replaces parser and bridge
+    pictures: TurnPictures | None = None  # shows images that tools return; None: the model reads text alone
 
 
 @dataclass(slots=True)
@@ -63,6 +66,8 @@ class Play:
     box: Toolbox
     used: int = 0
     mask: list[tuple[int, int]] = field(default_factory=list)
+    media: list[Medium] = field(default_factory=list)  # the images of the present branch, with their places in `ids`
+    shown: list[ShownImage] = field(default_factory=list)  # the images in `messages`, if they may be rendered again
     # for each run of tokens, True where the token is not the template's
     written: list[np.ndarray] = field(default_factory=list)
     ended: list[AgentLoopOutput] = field(default_factory=list)  # finished branches
@@ -106,6 +111,7 @@ class Play:
         return AgentLoopOutput(
             *(self.ids[:start], self.ids[start:], np.repeat(flags, counts)),  # type: ignore[arg-type]
             written=np.concatenate([np.ones(0, bool), *self.written]),  # type: ignore[arg-type]
+            media=tuple(self.media),
             num_turns=self.turns,
             metrics=AgentLoopMetrics(generate_sequences=self.generate_s, tool_calls=self.tool_s),
             **fields,
@@ -117,9 +123,18 @@ class ToolAgentLoop(AgentLoopBase):
 
     ends_when_cancelled = True
 
-    def __init__(self, trainer_config: Any, server_manager: ServerManager, tokenizer: Any, *, kit: ToolKit) -> None:
+    def __init__(
+        self,
+        trainer_config: Any,
+        server_manager: ServerManager,
+        tokenizer: Any,
+        *,
+        kit: ToolKit,
+        images: Sequence[TaskImage] = (),
+    ) -> None:
+        """images: those of the task's prompt"""
         super().__init__(trainer_config, server_manager, tokenizer)
-        self._kit = kit
+        self._kit, self._images = kit, images
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
         kit, extra = self._kit, kwargs.get("extra_info") or {}
@@ -129,7 +144,8 @@ class ToolAgentLoop(AgentLoopBase):
             without_nulls(kwargs.get("tools_kwargs") or extra.get("tools_kwargs") or {}),
             kit.limits.tool_timeout_s,
         )
-        play = Play(rendered_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box)
+        media = list(self.server_manager.media)
+        play = Play(rendered_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box, media=media)
         try:
             columns = {name: value for name, value in kwargs.items() if name not in NO_COLUMNS}
             if found := await box.begin({**columns, "prompt": [dict(m) for m in play.messages]}):
@@ -180,7 +196,8 @@ class ToolAgentLoop(AgentLoopBase):
     async def _generate(self, play: Play, request_id: str, sampling_params: dict[str, Any]) -> TokenOutput:
         began = time.monotonic()
         manager = self.server_manager
-        out = await manager.generate(request_id, prompt_ids=play.ids, sampling_params=sampling_params)  # type: ignore[arg-type]
+        given: dict[str, Any] = {"prompt_ids": play.ids, "sampling_params": sampling_params, "media": play.media}
+        out = await manager.generate(request_id, **given)
         play.generate_s += time.monotonic() - began
         play.append(out.token_ids, 1)
         play.turns += bool(out.token_ids)
@@ -228,7 +245,13 @@ class ToolAgentLoop(AgentLoopBase):
     async def _call(self, play: Play, call: ToolCall) -> ToolAnswer:
         entry = self.server_manager.begin("tool", name=call.name[:80])
         answer = await play.box.call(call)
-        note = {"note": answer.note} if answer.note else {}
+        if answer.parts and (pictures := self._kit.pictures) is not None:
+            answer = await pictures.shown(answer, call.name, self.server_manager.returned)
+        elif answer.parts:
+            answer = without_images(answer, call.name)
+        note: dict[str, float | str] = {"note": answer.note} if answer.note else {}
+        if images := sum(isinstance(part, ShownImage) for part in answer.parts):
+            note["images"] = images
         self.server_manager.end(entry, error=answer.error, queue_s=answer.queue_s, characters=len(answer.text), **note)
         return answer
 
@@ -237,7 +260,8 @@ class ToolAgentLoop(AgentLoopBase):
         why: StopReason | None = None
         found = [part for c in turn.calls for part in (c.name, _canonical(c.arguments))] or [turn.text]
         one = hashlib.sha256()
-        for part in (*found, *(a.text for a in answers)):
+        images = (part.reference for a in answers for part in a.parts if isinstance(part, ShownImage))
+        for part in (*found, *(a.text for a in answers), *images):
             one.update(f"{len(part)} {part}".encode(errors="replace"))
         play.same, play.last = (play.same + 1 if one.digest() == play.last else 1), one.digest()
         if any(call.name in play.box.tools and play.box.tools[call.name].limits.stop for call in turn.calls):
@@ -256,32 +280,56 @@ class ToolAgentLoop(AgentLoopBase):
         """Add the answers to the prompt as tool messages: by the bridge, by the renderer of a package, or in a new
         branch."""
         kit, names = self._kit, [c.name for c in turn.calls] or [""]
-        new = [
+        new: list[dict[str, Any]] = [
             {"role": "tool", "name": n, "tool_call_id": f"call{play.calls:03d}{k:02d}"[:9], "content": t}
-            for k, (n, t) in enumerate(zip(names, (self._cut(a.text, n) for a, n in zip(answers, names)), strict=True))
+            for k, (n, t) in enumerate(zip(names, (self._content(a, n) for a, n in zip(answers, names)), strict=True))
         ]
+        images = [part for a in answers for part in a.parts if isinstance(part, ShownImage)]
         if not turn.calls and kit.bridge is None and not kit.audit.supports_uncalled_results:
             new = [{"role": "user", "content": m["content"]} for m in new]
         play.turns += 1
         if kit.bridge is not None:
             ids, written = kit.bridge.after(play.ids, new)
+            if images:
+                assert kit.pictures is not None, "it has read them"
+                ids, lengths, media = kit.pictures.expanded(ids, images, play.used)
+                written = np.repeat(written, lengths)
+                play.media += media
             play.append(ids, 0, written)
             return
         added = kit.package.ids(*play.latest, new) if kit.package is not None else None
-        play.messages += [_assistant(turn), *({**m, "content": kit.plain.marked(m["content"])} for m in new)]
+        marked = [{**m, "content": kit.plain.marked_content(m["content"])} for m in new]
+        play.messages += [_assistant(turn), *marked]
         if added is not None:
             return play.append(added, 0)
         play.ended.append(play.output())
-        play.env_tokens += sum(len(kit.plain.encode(kit.plain.marked(m["content"]))) for m in new)
-        self._render(play)
+        play.env_tokens += sum(len(kit.plain.encode(text)) for m in marked for text in _texts(m["content"]))
+        play.env_tokens += sum(len(image.expansion.ids) for image in images)
+        self._render(play, images)
 
-    def _render(self, play: Play) -> None:
-        """Begin a new branch with a rendering of all messages."""
+    def _render(self, play: Play, images: Sequence[ShownImage] = ()) -> None:
+        """Begin a new branch with a rendering of all messages. images: those of the messages since the last one."""
         kit = self._kit
         shown = replace(kit.renderer, tools=[dict(tool.schema) for tool in play.box.tools.values()])
-        play.held, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
-        play.written = []
+        play.mask, play.written = [], []
+        if kit.pictures is None:
+            play.held = kit.plain.encode(shown.text(play.messages, prompt=True))
+        else:
+            if not play.shown:
+                play.shown = kit.pictures.of_task(self.server_manager.media, self._images)
+            play.shown += images
+            ids = kit.plain.encode(kit.pictures.text(shown, play.messages))
+            play.held, _, play.media = kit.pictures.expanded(ids, play.shown)
         play.used = len(play.held)
+
+    def _content(self, answer: ToolAnswer, name: str) -> str | list[dict[str, Any]]:
+        """Return an answer as the content of a message, with its texts shortened."""
+        if not answer.parts:
+            return self._cut(answer.text, name)
+        return [
+            {"type": "text", "text": self._cut(part, name)} if isinstance(part, str) else IMAGE_PART
+            for part in answer.parts
+        ]
 
     def _cut(self, text: str, name: str = "") -> str:
         """Return a result shortened to its maximum number of tokens: its beginning and end, with a note of the number
@@ -302,6 +350,10 @@ class ToolAgentLoop(AgentLoopBase):
         counts = self.server_manager.counts
         if play.calls or counts:
             counts.update({"env_tokens": play.env_tokens, "tool_s": play.tool_s})
+
+
+def _texts(content: str | Sequence[Mapping[str, Any]]) -> list[str]:
+    return [content] if isinstance(content, str) else [part["text"] for part in content if "text" in part]
 
 
 def _assistant(turn: Turn) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,23 +21,12 @@ from verl.agent_loop.threads import Ended, Places, in_thread, start_thread, valu
 from verl.chat.arguments import as_declared, wrong_arguments
 from verl.chat.parsing import ToolCall
 from verl.chat.template import one_line
+from verl.tools.answers import ToolAnswer, answer_of, failed
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import ToolBroken, ToolLimits
-from verl.tools.schemas import ToolResponse
 
 THREADED_CALLS, ASYNC_CALLS = 32, 1024  # parallel calls of a tool that declares no number
 LIMITS = ("timeout_s", "concurrency", "retries", "stop", "max_result_tokens")  # in files of tools
-
-
-@dataclass(frozen=True, slots=True)
-class ToolAnswer:
-    """The answer to a tool call, for the model."""
-
-    text: str
-    error: str = ""  # The kind of failure in one word, or "".
-    reward: float | None = None  # The reward of this call.
-    queue_s: float = 0.0  # The time that the call waited for a place.
-    note: str = ""  # A note for the events.
 
 
 class Held(Protocol):
@@ -186,11 +174,11 @@ class Toolbox:
         """Run a call and return its answer. A failure of the tool is an answer too; only ToolBroken is raised."""
         tool = self.tools.get(call.name)
         if tool is None:
-            return _failed("unknown", f"there is no tool {call.name[:80]!r}; there are {', '.join(self.tools)}")
+            return failed("unknown", f"there is no tool {call.name[:80]!r}; there are {', '.join(self.tools)}")
         if wrong := wrong_arguments(tool.parameters, call.arguments):
-            return _failed("arguments", f"wrong arguments for {call.name}: {wrong}")
+            return failed("arguments", f"wrong arguments for {call.name}: {wrong}")
         call = ToolCall(call.name, as_declared(tool.parameters, call.arguments))
-        answer = _failed("timeout", "")
+        answer = failed("timeout", "")
         for _ in range(1 + tool.limits.retries):
             answer = await self._once(tool, call)
             if answer.error not in ("exception", "timeout"):
@@ -210,9 +198,9 @@ class Toolbox:
         except (ToolBroken, asyncio.CancelledError):
             raise
         except TimeoutError:
-            return _failed("timeout", f"{tool.name} gave no answer in {limit_s:g} s")
+            return failed("timeout", f"{tool.name} gave no answer in {limit_s:g} s")
         except (Exception, SystemExit) as e:  # a tool is user code
-            return _failed("exception", f"{tool.name} failed: {type(e).__name__}: {one_line(e)}")
+            return failed("exception", f"{tool.name} failed: {type(e).__name__}: {one_line(e)}")
         finally:
             tool.places.give_back(*threads)
 
@@ -300,29 +288,6 @@ class Toolbox:
             raise TimeoutError(f"{what}: no end in {self.timeout_s:g} s (agent.tool_timeout_s)") from e
         except SystemExit as e:
             raise RuntimeError(f"{what}: it called sys.exit({e.code})") from e
-
-
-def _failed(kind: str, text: str) -> ToolAnswer:
-    return ToolAnswer(f"Error: {text}", error=kind)
-
-
-def answer_of(value: Any) -> ToolAnswer:
-    """Convert a tool's value to an answer: text, a dict, a ToolResponse, None, or a tuple of one of them with a reward
-    and metrics."""
-    reward = None
-    if isinstance(value, ToolAnswer):
-        return value
-    if isinstance(value, tuple):
-        value, reward = value[0], value[1] if len(value) > 1 else None
-    if isinstance(value, ToolResponse):
-        if value.image or value.video:
-            raise ValueError("it returned images or videos, which this model does not take in a turn")
-        value = value.text
-    if isinstance(value, bytes):
-        value = value.decode("utf-8", "replace")
-    text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
-    text = text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be tokenised
-    return ToolAnswer(text, reward=None if reward is None else float(reward))
 
 
 def close_tools(tools: Mapping[str, Tool]) -> None:

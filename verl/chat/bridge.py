@@ -10,7 +10,7 @@ returns None for a template without this property.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,13 +54,22 @@ class PlainText:
     tokenizer: Tokenizer
     control: Mapping[str, tuple[int, ...]]  # text of a special token -> the ids of that text as plain text
 
-    def marked(self, text: str) -> str:
-        """Return the text with each special token replaced by a marker, for use as the content of a message."""
+    def marked(self, text: str, only: Collection[str] | None = None) -> str:
+        """Return the text with each special token (`only`: each of these) replaced by a marker, for use as the content
+        of a message."""
         text = text.replace(_OPEN, "\ufffd")
         for k, token in enumerate(self.control):
+            if only is not None and token not in only:
+                continue
             if token in text:
                 text = text.replace(token, f"{_OPEN}{k}{_CLOSE}")
         return text
+
+    def marked_content(self, content: Any) -> Any:
+        """Return the content of a message, a text or content parts, with its texts as `marked` returns them."""
+        if not isinstance(content, list):
+            return self.marked(str(content))
+        return [{**part, "text": self.marked(part["text"])} if "text" in part else part for part in content]
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids [t] int64 of a rendering of marked messages: control tokens where the template wrote them, and
@@ -123,6 +132,8 @@ class Bridge:
     """The artificial history after which the new messages are rendered."""
     before: str
     """The rendered text of that history, up to the end of its last turn."""
+    image_token: str = ""
+    """The token that the template writes for an image; "" if the model reads text alone."""
 
     def ids(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
         """Return the ids [t] int64 that follow the sampled ids: the end of the turn if it is missing, the messages, and
@@ -132,9 +143,9 @@ class Bridge:
     def after(self, sampled: np.ndarray, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids [t] int64 of `ids`, and a mask [t] bool: True for tokens of the messages' content, False for
         tokens of the template. If the content cannot be located in the rendering, all tokens of the rendering are
-        True."""
+        True. An image in the content is the template's token for one; its mask is True."""
         text, at, spans = self._text(messages), 0, list[tuple[int, int]]()
-        for content in (self.plain.marked(str(m["content"])).strip() for m in messages):
+        for content in (piece for m in messages for piece in self._pieces(m["content"])):
             start = text.find(content, at)
             at = start + len(content)
             spans.append((start, at))
@@ -147,8 +158,14 @@ class Bridge:
     def added(self, messages: Sequence[Message]) -> np.ndarray:
         return self.plain.encode(self._text(messages))
 
+    def _pieces(self, content: Any) -> Iterator[str]:
+        """Yield the texts of a message's content as they are in a rendering, with the token of each image."""
+        marked = self.plain.marked_content(content)
+        for part in marked if isinstance(marked, list) else [{"text": marked}]:
+            yield part["text"].strip() if "text" in part else self.image_token
+
     def _text(self, messages: Sequence[Message]) -> str:
-        marked = [{**m, "content": self.plain.marked(str(m["content"]))} for m in messages]
+        marked = [{**m, "content": self.plain.marked_content(m["content"])} for m in messages]
         text = self.renderer.text([*self.dummy, *marked], prompt=True)
         if not text.startswith(self.before):
             raise RenderError("the chat template rewrites the history for these messages")

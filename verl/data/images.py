@@ -17,7 +17,7 @@ import hashlib
 import marshal
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -194,8 +194,10 @@ class ImageRules:
 
     def _image(self, item: Any, where: str, places: dict[Any, tuple[str, str]]) -> ImageFile:
         facts, sides = self._measured(item, where, places)
-        expansion = self._expansion(sides, Path(facts[0]), f"{where} ({facts[0]})")
-        return ImageFile(*facts, expansion)
+        named = f"{where} ({facts[0]})"
+        return ImageFile(
+            *facts, self.expansion(sides, named, lambda: decoded_image(Path(facts[0]).read_bytes(), named))
+        )
 
     def _measured(
         self, item: Any, where: str, places: dict[Any, tuple[str, str]]
@@ -232,7 +234,13 @@ class ImageRules:
                 places[text] = places[content]
         return path
 
-    def _expansion(self, sides: tuple[int, int], path: Path, where: str) -> Expansion:
+    def expansion_of(self, path: str) -> Expansion:
+        """Return the tokens of the image in a file."""
+        return self._image(path, path, {}).expansion
+
+    def expansion(self, sides: tuple[int, int], where: str, decoded: Callable[[], Any]) -> Expansion:
+        """Return the tokens of an image of this height and width. decoded: returns its pixels, which a few families
+        need. Raise Refused for sides that the processor refuses."""
         if sides in self._expansions:
             return self._expansions[sides]
         processor, (family, config) = self._processor, self.model
@@ -244,8 +252,7 @@ class ImageRules:
             return self._expansions.setdefault(sides, self._expander.of(grid))
         from verl.models.pictures import processed
 
-        image = decoded_image(path.read_bytes(), where)
-        return self._expander.of(processed(processor, image, where, family, config).grid)
+        return self._expander.of(processed(processor, decoded(), where, family, config).grid)
 
 
 def image_rules(folder: Path, content: Path, tokenizer: Any, videos: bool) -> ImageRules | None:

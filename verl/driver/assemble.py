@@ -31,10 +31,9 @@ from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import feedback_of
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_fleet import fleet_of, rollout_engine
-from verl.driver.assemble_images import media_of_run, refuse_images
-from verl.driver.assemble_loops import all_played, loops_of
+from verl.driver.assemble_images import media_of_run, refuse_images, tool_images
+from verl.driver.assemble_loops import all_played, closed, loops_of, trajectories_of
 from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
-from verl.driver.banned import policy_banned
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.driver_host import driver_host
 from verl.driver.lora_publisher import LoraPublisher
@@ -52,7 +51,6 @@ from verl.driver.scheduler import Scheduler
 from verl.driver.setup import (
     check_able,
     data_seed,
-    decoder,
     device_of,
     free_bytes_of,
     from_threads,
@@ -70,7 +68,6 @@ from verl.driver.stretched import stretched
 from verl.driver.trajectories import TrajectoryRunner
 from verl.errors import Refused
 from verl.planner import disk, plan, sizes
-from verl.reward.base import RewardFn
 from verl.rollout.base import RolloutEngine
 from verl.rollout.router import Router
 from verl.rollout.wrapper import AfterPublish
@@ -149,10 +146,10 @@ async def _run_of(
     models |= models_of(context, algorithm, actor) | scorers_of(context, actor)
     learner = learner_of(context, algorithm, models, waits)
     rollout, replicas = await _started(config, tokenizer, context, waits, progress, refused)
-    args = (context.queue, claimed.path, tokenizer, config.track.samples_per_step, media_of_run(claimed.path))
-    recording = context.cluster.start("recorder", build_recorder, args), learner.rows
+    recording = _recording(context, claimed.path, tokenizer, learner)
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recording=recording, on_step=on_step)
-    trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
+    images = tool_images(config, claimed.path, context.queue.media)
+    trajectories = trajectories_of(config, tokenizer, loops, rollout, reward, waits, algorithm, images)
     groups = _groups(config, learner, tasks, cursor, trajectories, reporter, num_steps, tokenizer)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), disk.checkpoint_bytes(config), reporter)
     publisher = _publisher(config, sync, probes, actor, replicas, rollout, waits, progress)
@@ -176,7 +173,7 @@ async def _run_of(
         stop=checkpointer.stop,
         lock=claimed.lock,
         close_reward=reward.close,
-        close_tools=loops.close,
+        close_tools=partial(closed, loops, images),
         reward_metrics=lambda: pool_metrics(pool.take_load()) if pool else {},
         first_index=claimed.state.step if claimed.state else 0,
     )
@@ -210,6 +207,11 @@ async def _started(
     for note in able.notes:
         progress.message(note)
     return rollout, replicas
+
+
+def _recording(context: ModelContext, run_dir: Path, tokenizer: Any, learner: Learner) -> tuple[WorkerGroup, QueueRows]:
+    args = (context.queue, run_dir, tokenizer, context.config.track.samples_per_step, media_of_run(run_dir))
+    return context.cluster.start("recorder", build_recorder, args), learner.rows
 
 
 def _publisher(
@@ -264,33 +266,6 @@ def _placement(
 def _in_step(config: Config) -> bool:
     """Return whether publishes happen inside a step: nothing is in flight and no optimizer step runs meanwhile."""
     return config.pipeline.staleness == 0
-
-
-def _trajectories(
-    config: Config,
-    tokenizer: Any,
-    loops: Loops,
-    rollout: RolloutEngine,
-    reward: RewardFn,
-    waits: Waits,
-    algorithm: Algorithm,
-) -> TrajectoryRunner:
-    return TrajectoryRunner(
-        engine=rollout,
-        loop=loops.make,
-        reward=reward,
-        decode=decoder(tokenizer),
-        waits=waits,
-        seed=config.run.seed,
-        max_attempts=config.pipeline.max_attempts,
-        max_turns=config.agent.max_turns,
-        credits_turns=algorithm.credits_turns(),
-        stored_share=algorithm.stored_share(),
-        banned=policy_banned(config, tokenizer),
-        timeout_s=config.run.wait_timeout_s,
-        # the pool limits each call to reward.timeout_s from its start; this limit is for a pool that is stuck
-        reward_timeout_s=config.run.wait_timeout_s + 2 * config.reward.timeout_s,
-    )
 
 
 def _cursor(config: Config, algorithm: Algorithm, num_tasks: int) -> Cursor:

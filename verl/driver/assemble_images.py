@@ -13,6 +13,7 @@ from verl.config.backends import engine_name, traits_of
 from verl.config.model_files import find_model_folder, read_model_config
 from verl.config.schema import Config
 from verl.data.source import TaskTable
+from verl.driver.task_media import ToolImages
 from verl.errors import Refused
 from verl.models.clips import CLIPS, ClipRules
 from verl.models.families import FAMILIES, ImageFamily, name_of
@@ -24,6 +25,29 @@ from verl.types import Task
 def media_of_run(run_dir: Path) -> MediaStore:
     """Return the store of the media of a run's recorded rows."""
     return FolderMedia(run_dir / "media")
+
+
+def tool_images(config: Config, run_dir: Path, media: MediaStore | None) -> ToolImages:
+    """Return the store of the images that tools return in a run. media: the store of the queue."""
+    images = ToolImages(FolderMedia(run_dir / "tool_images"), media, _no_tool_images(config, media))
+    images.clear()
+    return images
+
+
+def _no_tool_images(config: Config, media: MediaStore | None) -> str:
+    """Return why no tool can return an image in this run; "" if one can."""
+    if name_of(read_model_config(find_model_folder(config.model.path))) not in FAMILIES:
+        return f"model.path={config.model.path} reads text alone"
+    if media is None:
+        return f"queue.engine={engine_name(config, 'queue')} stores none; use queue.engine=shared, on one host"
+    if config.reward.model is not None:
+        return f"reward.model={config.reward.model} reads text alone; use a reward function (reward.path)"
+    if config.teacher.hint_key is not None:
+        return f"teacher.hint_key={config.teacher.hint_key}: images beside hints are not read; leave it out"
+    for key, path in _readers(config):
+        if why := _unlike(config, path):
+            return f"{key}={path}: {why}; use a model of the policy's family"
+    return ""
 
 
 def refuse_images(config: Config, tasks: TaskTable, eval_tasks: list[Task], media: MediaStore | None) -> None:

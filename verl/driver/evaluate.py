@@ -15,6 +15,7 @@ from verl.agent_loop.base import together
 from verl.config.schema import Config
 from verl.driver.reporter import Reporter
 from verl.driver.rollouts import RolloutManager
+from verl.driver.task_media import owner_of_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.types import Metric, Metrics, Sampling, Score, Task, Trajectory
 
@@ -80,7 +81,7 @@ async def _answers(
 ) -> list[Trajectory]:
     """Return the answers to one task. held: limits the tasks whose images are in the store to as many as the rollout
     can answer at a time."""
-    async with held if task.images else nullcontext(), run.groups.media.held(task, group_id) as seen:
+    async with held if task.images else nullcontext(), run.groups.media.held(task, owner_of_group(group_id)) as seen:
         specs = [TrajectorySpec(group_id=group_id, index=k, purpose="eval") for k in range(repeats)]
         return await together(run.trajectories.run(seen, spec, sampling) for spec in specs)
 

@@ -24,7 +24,7 @@ from verl.data.source import TaskTable
 from verl.driver.queue_rows import QueueRows
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
-from verl.driver.task_media import TaskMedia
+from verl.driver.task_media import TaskMedia, owner_of_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.errors import Refused
 from verl.track.events import EventLog
@@ -438,11 +438,6 @@ class RolloutManager:
             self.rows.drop_after(calls, refs, group_id, self.timeout_s, self.fail)
         elif refs:
             self.rows.drop(refs)
-
-
-def owner_of_group(group_id: str) -> str:
-    """Return the name of a group as an owner of media."""
-    return f"group {group_id}"
 
 
 def reason_of(trajectory: Trajectory) -> str:

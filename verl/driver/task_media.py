@@ -1,21 +1,29 @@
-"""The images and videos of tasks and of supervised rows: their content is in the queue's store from the admission of a
-task until its rows are stored, which then own it, or until it is released."""
+"""The images and videos of tasks, of tools and of supervised rows: their content is in the queue's store from the
+admission of a task until its rows are stored, which then own it, or until it is released."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from verl.agent_loop.base import LoopMedia
 from verl.data.images import unchanged
 from verl.errors import Refused
-from verl.transfer_queue.base import MediaStore
+from verl.rollout.base import Completion, GenerateRequest, Generates
+from verl.transfer_queue.base import MediaFiles, MediaStore, copy_media
 from verl.types import Medium, Task, TaskImage
 
 SAME_FILE = "Fix: the file as it was, and the same command again"
+
+
+def owner_of_group(group_id: str) -> str:
+    """Return the name of a group as an owner of media."""
+    return f"group {group_id}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +34,11 @@ class TaskMedia:
 
     @asynccontextmanager
     async def held(self, task: Task, owner: str) -> AsyncIterator[Task]:
-        """Give the task with its media; the owner has their content meanwhile. If a file cannot be read, `lost`
-        is the reason, and the attempts of the task are invalid."""
+        """Give the task with its media; the owner has their content, and that of images of tools, meanwhile. If a file
+        cannot be read, `lost` is the reason, and the attempts of the task are invalid."""
         async with AsyncExitStack() as stored:
+            if self.store is not None:
+                stored.callback(self.store.drop, [owner])
             try:
                 media = await stored.enter_async_context(images_held(self.store, task.images, owner))
                 seen = replace(task, media=media)
@@ -52,6 +62,67 @@ async def images_held(
     finally:
         released.set()
         store.drop([owner])
+
+
+@dataclass(frozen=True, slots=True)
+class ToolImages:
+    """The images that tools return. They are files while an attempt is played, which a reward function may read; the
+    queue's store gets their content before a request or a row has them, as one of its group.
+
+    files: also of the process that plays loops · refused: why no tool can return an image; "" if one can
+    """
+
+    files: MediaFiles
+    store: MediaStore | None
+    refused: str
+
+    @contextmanager
+    def of_attempt(self, name: str) -> Iterator[LoopMedia]:
+        """Give the store of the files of an attempt, which exist meanwhile."""
+        try:
+            yield LoopMedia(self.files, name, self.refused)
+        finally:
+            self.files.drop([name])
+
+    async def stored(self, media: Iterable[Medium], owner: str) -> None:
+        """Copy the content of images into the queue's store."""
+        references = {m.reference for m in media}
+        assert self.store is not None, "a tool returns no image if the queue stores none"
+        copying = asyncio.ensure_future(asyncio.to_thread(copy_media, self.files, self.store, references, owner))
+        try:
+            await asyncio.shield(copying)
+        finally:
+            await asyncio.wait({copying})  # a cancelled wait does not end its thread, and the owner is released next
+
+    def paths(self, media: Iterable[Medium]) -> list[str]:
+        """Return the files of images."""
+        return [str(self.files.path(m.reference)) for m in media]
+
+    def clear(self) -> None:
+        """Remove all files, and those that a killed run has left."""
+        shutil.rmtree(self.files.root, ignore_errors=True)
+
+
+@dataclass(eq=False, slots=True)
+class ImageStoringEngine:
+    """The engine of one attempt. It stores the images that tools have returned before a request reads them.
+
+    known: the references of the images that are stored
+    """
+
+    engine: Generates
+    images: ToolImages
+    owner: str
+    known: set[str]
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await self.store(request.media)
+        return await self.engine.generate(request)
+
+    async def store(self, media: Iterable[Medium]) -> None:
+        if new := [m for m in media if m.reference not in self.known]:
+            await self.images.stored(new, self.owner)
+            self.known.update(m.reference for m in new)
 
 
 class LostImage(ValueError):

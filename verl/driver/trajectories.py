@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,15 +15,15 @@ import numpy as np
 from verl.agent_loop.base import (
     AgentLoopFactory,
     AgentLoopOutput,
-    CheckedOutput,
     LoopFailed,
     ServerManager,
-    check_output,
     outputs_of,
     sampling_params_of,
 )
+from verl.driver.checked import CheckedOutput, check_output
+from verl.driver.task_media import ImageStoringEngine, ToolImages, owner_of_group
 from verl.reward.base import MAX_FEEDBACK_CHARS, RewardFn, RewardRequest, parse_result
-from verl.rollout.base import DecodeFn, ReplicaLost, RolloutEngine
+from verl.rollout.base import DecodeFn, Generates, ReplicaLost, RolloutEngine
 from verl.types import (
     CUT,
     Group,
@@ -81,6 +82,8 @@ class TrajectoryRunner:
     """Share of the groups that use a stored answer."""
     banned: tuple[int, ...] = ()
     """Ids that the policy must not sample."""
+    images: ToolImages | None = None
+    """The images that tools return."""
     moved_s: float = field(default=-math.inf, init=False)
     """Time of the last reward of any trajectory."""
 
@@ -118,16 +121,26 @@ class TrajectoryRunner:
         if self.banned:
             sampling = replace(sampling, banned=self.banned)
         for attempt in range(self.max_attempts):
-            trajectory = await self._attempt(task, spec, sampling, attempt)
+            name = f"{spec.group_id}/{spec.purpose}{spec.index}.{attempt}"
+            seed_parts = (self.seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
+            given = {"prefix_key": spec.group_id, "media": task.media, **self._budget}
+            engine = self._engine(task, spec.group_id)
+            with nullcontext() if self.images is None else self.images.of_attempt(name) as returned:
+                manager = ServerManager(engine, sampling, seed_parts, returned=returned, **given)
+                trajectory = await self._attempt(task, spec, sampling, attempt, name, manager)
             if trajectory.outcome == "ok":
                 break
         return trajectory
 
-    async def _attempt(self, task: Task, spec: TrajectorySpec, sampling: Sampling, attempt: int) -> Trajectory:
-        name = f"{spec.group_id}/{spec.purpose}{spec.index}.{attempt}"
-        seed_parts = (self.seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
-        budget = {"prefix_key": spec.group_id, "media": task.media, **self._budget}
-        manager = ServerManager(self.engine, sampling, seed_parts, **budget)
+    def _engine(self, task: Task, group_id: str) -> Generates:
+        if self.images is None:
+            return self.engine
+        known = {m.reference for m in task.media}
+        return ImageStoringEngine(self.engine, self.images, owner_of_group(group_id), known)
+
+    async def _attempt(
+        self, task: Task, spec: TrajectorySpec, sampling: Sampling, attempt: int, name: str, manager: ServerManager
+    ) -> Trajectory:
         started = time.monotonic()
         row = _arguments(task, name)
         outcome: Outcome = "failed"
@@ -145,6 +158,8 @@ class TrajectoryRunner:
                 returned = await self.waits.wait(run, waiter=waiter, what=what, timeout_s=self.timeout_s)
             made, output = check_output(returned, manager, sampling.max_tokens), outputs_of(returned)[-1]
             _check_images(task, manager, made)
+            if isinstance(manager.engine, ImageStoringEngine):  # images that no request had
+                await manager.engine.store(m for row in (made.segments, *made.branches) for s in row for m in s.media)
             turns = int(output.num_turns) or max(1, len(manager.record))
             if made.discarded or manager.counts:
                 manager.counts["discarded_tokens"] = made.discarded
@@ -209,6 +224,8 @@ class TrajectoryRunner:
         except Exception as e:  # the loop returned an object of its own, or ids that do not exist
             return Invalid("exception", f"{type(e).__name__}: {e}")
         passed = {key: output.extra_fields[key] for key in TOOL_FIELDS if key in output.extra_fields}
+        if self.images is not None and (returned := [m for s in row for m in s.media][len(task.media) :]):
+            passed["tool_images"] = self.images.paths(returned)
         request = RewardRequest(
             request_id=name,
             data_source=task.data_source,
@@ -245,11 +262,19 @@ def _arguments(task: Task, name: str) -> dict[str, Any]:
 
 
 def _check_images(task: Task, manager: ServerManager, made: CheckedOutput) -> None:
-    """Raise ValueError if a prompt of a call or a branch does not begin with the task's prompt up to its last image:
-    the images would have other places there."""
+    """Raise ValueError if a prompt of a call or a branch has other tokens at the place of one of the task's images. If
+    it has only them, at the places of the task, all tokens up to the last one are compared: its loop may have assumed
+    these places."""
     end = max((m.end for m in task.media), default=0)
-    prompts = [call.prompt_ids for call in manager.record] + [row[0].ids for row in (made.segments, *made.branches)]
-    if any(not np.array_equal(ids[:end], task.prompt_ids[:end]) for ids in prompts):
+    tokens = {m.reference: task.prompt_ids[m.start : m.end] for m in task.media}
+    prompts = [(call.prompt_ids, call.media) for call in manager.record]
+    prompts += [(row[0].ids, row[0].media) for row in (made.segments, *made.branches)]
+    if any(
+        not np.array_equal(ids[:end], task.prompt_ids[:end])
+        if media == task.media
+        else not all(np.array_equal(ids[m.start : m.end], tokens.get(m.reference, ids[m.start : m.end])) for m in media)
+        for ids, media in prompts
+    ):
         raise ValueError(
             "the agent loop changed the prompt in front of an image, whose place is not known then; begin each prompt "
             "with `prompt_ids`"

@@ -71,7 +71,7 @@ def image_processor(folder: Path) -> tuple[Any, tuple[ImageFamily, Any]]:
 
 def _opened(stream: BinaryIO, where: str) -> Any:
     """Return the image of a file of which only the header is read. Raise Refused if it cannot be read, or must not."""
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     try:
         with warnings.catch_warnings():
@@ -81,7 +81,8 @@ def _opened(stream: BinaryIO, where: str) -> Any:
         raise Refused(f"{where}: {e}") from e
     except _DAMAGE as e:
         size, known = stream.seek(0, io.SEEK_END), ", ".join(FORMATS)
-        raise Refused(f"{where}: {size} bytes are no image that can be read ({known}): {e}") from e
+        why = "" if isinstance(e, UnidentifiedImageError) else f": {e}"  # whose text has the address of the stream
+        raise Refused(f"{where}: {size} bytes are no image that can be read ({known}){why}") from e
     if image.width * image.height > MAX_PIXELS:
         raise Refused(f"{where}: {image.width} x {image.height} pixels, more than {MAX_PIXELS}; scale it down")
     if (frames := getattr(image, "n_frames", 1)) > 1:

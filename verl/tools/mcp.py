@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from verl.agent_loop.tools import LIMITS, Tool, ToolAnswer
+from verl.agent_loop.tools import LIMITS, Tool
 from verl.chat.template import one_line
 from verl.errors import Refused
 from verl.processes.child import command_line
 from verl.processes.guard import Order
+from verl.tools.answers import Part, ReturnedImage, ToolAnswer, of_parts
 from verl.tools.function_tool import ToolBroken, ToolLimits
 
 START_S = 7.0  # for a server to start and list its tools; a silent one takes 2 s more to end
@@ -371,16 +372,22 @@ def _hash(listed: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _answer(result: Any, note: str) -> ToolAnswer:
-    parts = []
+    parts: list[Part] = []
     for block in result.content:
         held = getattr(block, "resource", block)  # an embedded resource
-        parts.append(held.text if hasattr(held, "text") else f"[{block.type} left out: the model takes text]")
+        if block.type == "image":
+            url = f"data:{block.mime_type};base64,{block.data}"
+            parts.append(ReturnedImage(url, without="[image left out: the model takes text]"))
+        else:
+            parts.append(held.text if hasattr(held, "text") else f"[{block.type} left out: the model takes text]")
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content))
-    text = "\n".join(parts).encode("utf-8", "replace").decode("utf-8")
-    return (
-        ToolAnswer(f"Error: {text}", error="exception", note=note) if result.is_error else ToolAnswer(text, note=note)
-    )
+    parts = [part.encode("utf-8", "replace").decode("utf-8") if isinstance(part, str) else part for part in parts]
+    error = "exception" if result.is_error else ""
+    if any(isinstance(part, ReturnedImage) for part in parts):
+        return ToolAnswer(**of_parts([*(["Error:"] if error else []), *parts]), error=error, note=note)
+    text = "\n".join(map(str, parts))
+    return ToolAnswer(f"Error: {text}" if error else text, error=error, note=note)
 
 
 def _innermost(error: BaseException) -> str:

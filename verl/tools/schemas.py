@@ -16,9 +16,9 @@ class ToolResponse:
     text: str | None = None
     """Text for the model."""
     image: list[Any] | None = None
-    """Images. They are an error, since models here take no images in a turn."""
+    """Images, in front of the text, for a model that reads them; an error for any other."""
     video: list[Any] | None = None
-    """Videos. They are an error, since models here take no videos in a turn."""
+    """Videos, which are an error: no model takes them in a turn."""
 
 
 @dataclass

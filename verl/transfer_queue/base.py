@@ -4,6 +4,7 @@ columns; the driver passes on refs only."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from verl.batch import Ragged
@@ -32,6 +33,16 @@ class MediaStore(Protocol):
 
     def __len__(self) -> int:
         """Return the number of stored contents."""
+        ...
+
+
+class MediaFiles(MediaStore, Protocol):
+    """A store of media in the files of a folder, which several processes open."""
+
+    root: Path
+
+    def path(self, reference: str) -> Path:
+        """Return the file with this content."""
         ...
 
 

@@ -82,7 +82,7 @@ class FolderMedia:
 
     def put(self, content: bytes, owner: str) -> str:
         reference = media_hash(content)
-        path, coming = self._path(reference), self.root / f".coming-{uuid.uuid4().hex}"
+        path, coming = self.path(reference), self.root / f".coming-{uuid.uuid4().hex}"
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             if not path.exists():
@@ -99,11 +99,11 @@ class FolderMedia:
 
     def get(self, reference: str) -> bytes:
         try:
-            content = self._path(reference).read_bytes()
+            content = self.path(reference).read_bytes()
         except FileNotFoundError:
             raise _missing([reference]) from None
         if media_hash(content) != reference:
-            raise ValueError(f"{self._path(reference)} is damaged: its content has another hash")
+            raise ValueError(f"{self.path(reference)} is damaged: its content has another hash")
         return content
 
     def hold(self, references: Iterable[str], owner: str) -> None:
@@ -112,7 +112,7 @@ class FolderMedia:
         if not self.root.is_dir():
             raise _missing(names)
         with self._locked():
-            if missing := [reference for reference in names if not self._path(reference).exists()]:
+            if missing := [reference for reference in names if not self.path(reference).exists()]:
                 raise _missing(missing)
             for reference in names:
                 self._link(reference, owner)
@@ -125,14 +125,15 @@ class FolderMedia:
             for folder in folders:
                 names = os.listdir(folder) if folder.is_dir() else []  # another process may have dropped it
                 shutil.rmtree(folder, ignore_errors=True)
-                for path in map(self._path, names):
+                for path in map(self.path, names):
                     if path.exists() and path.stat().st_nlink == 1:
                         path.unlink()
 
     def __len__(self) -> int:
         return len(os.listdir(self.root / "content")) if self.root.is_dir() else 0
 
-    def _path(self, reference: str) -> Path:
+    def path(self, reference: str) -> Path:
+        """Return the file with this content."""
         if len(reference) != 32 or not set(reference) <= set("0123456789abcdef"):
             raise ValueError(f"{reference!r} is no reference of media: 32 hexadecimal digits")
         return self.root / "content" / reference
@@ -144,7 +145,7 @@ class FolderMedia:
         folder = self._owner(owner)
         folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            os.link(self._path(reference), folder / reference)
+            os.link(self.path(reference), folder / reference)
 
     def _locked(self) -> AbstractContextManager[None]:
         """Lock the folder against other processes and threads. Raise TimeoutError if another one keeps the lock for

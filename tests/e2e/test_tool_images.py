@@ -1,0 +1,57 @@
+"""`verl train` with a tool that returns images: an image of the row, an answer, an image of the tool, an answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_runs import metrics_of, small_run
+from tool_images import tool_file, tool_folder
+from vision import IMAGE, png
+
+from verl.agent_loop.tool_agent import ToolAgentLoop
+from verl.track.events import read_events
+from verl.track.samples import read_samples
+from verl.transfer_queue.media import MemoryMedia
+
+REWARD = """
+import pathlib
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    files = extra_info["images"] + extra_info.get("tool_images", [])  # missing in the rehearsal
+    assert all(pathlib.Path(f).read_bytes().startswith(b"\\x89PNG") for f in files)
+    return {"score": float(sum(map(ord, solution_str)) % 7), "files": len(files)}
+"""
+SIZES = ((12, 8), (8, 8), (16, 8), (8, 12))
+STOPS = f"rollout.stop_token_ids={[*range(5, 45)]}"
+"""A random model ends its turns soon, so that there is room for an image."""
+
+
+def run(root: Path, folder: Path, *more: str, calls: int = 1) -> Any:
+    tools = tool_file(root / "look.py", calls=calls)
+    (root / "reward.py").write_text(REWARD)
+    images = [[png(*size, k)] for k, size in enumerate(SIZES)]
+    prompts = [[{"role": "user", "content": f"<image>{k}?"}] for k in range(len(SIZES))]
+    pq.write_table(pa.table({"prompt": prompts, "images": images, "ground_truth": ["1"] * 4}), root / "rows.parquet")
+    given = ("data.max_prompt_tokens=48", f"reward.path={root / 'reward.py'}", f"agent.tools=[{tools}]", *more)
+    own = ("run.total_steps=2", "rollout.max_response_tokens=72", "agent.format=hermes", STOPS)
+    return small_run(root, folder, [root / "rows.parquet"], *own, *given)
+
+
+@pytest.mark.parametrize("loop", ["tool_agent@driver", "tool_agent"])
+def test_images_of_tools_train(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the driver and in a process of their own: what is trained is what was sampled, and nothing is kept."""
+    stores, make = list[MemoryMedia](), MemoryMedia.__init__
+    monkeypatch.setattr(MemoryMedia, "__init__", lambda self: (make(self), stores.append(self))[0])
+    monkeypatch.setattr("verl.agent_loop.tool_agent.ToolAgentLoop._parse", ToolAgentLoop._parse)  # the tool sets it
+    folder = tool_folder(tmp_path / "model", "qwen3_vl")
+    assert run(tmp_path, folder, f"agent.loop={loop}").steps == 2
+    metrics = metrics_of(tmp_path / "r")
+    assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 < metrics[step]["actor/grad_norm"] for step in (1, 2))
+    rows = [row for step in (1, 2) for row in read_samples(tmp_path / "r", step)]
+    assert all(row.components["files"] == 2 for row in rows), rows[0]
+    assert all(IMAGE in row.response_ids[row.response_mask == 0] for row in rows)
+    assert all(len(store) == 0 for store in stores) and not (tmp_path / "r" / "tool_images").exists()
+    assert all(e.data["images"] == 1 for e in read_events(tmp_path / "r", {"tool"}))

@@ -1,0 +1,148 @@
+"""The answers of tools: what a tool returns, as text and images for the model."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.data.media_items import IMAGE, opened_file, part_content, resolved
+from verl.errors import Refused
+from verl.models.expand import Expansion
+from verl.tools.schemas import ToolResponse
+
+NO_IMAGES = "it returned images, which this model does not take in a turn"
+_SAVED_AS_THEY_ARE = ("1", "L", "LA", "P", "RGB", "RGBA")
+"""The kinds of pixels that PNG keeps without loss and `decoded_image` reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnedImage:
+    """An image as a tool returned it: bytes, a path, a data URL, an item or part with one of them, an image of Pillow,
+    or an array [height, width] or [height, width, 3 or 4] uint8.
+
+    without: the text in its place for a model that reads text alone; "": the call fails then
+    """
+
+    item: Any
+    without: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImage:
+    """An image of a tool whose content is stored: its hash, and the tokens by which it is shown."""
+
+    reference: str
+    expansion: Expansion
+
+
+Part = str | ReturnedImage | ShownImage
+
+
+@dataclass(frozen=True, slots=True)
+class ToolAnswer:
+    """The answer to a tool call, for the model. parts: its texts and images in order; () if it is text alone."""
+
+    text: str
+    error: str = ""  # The kind of failure in one word, or "".
+    reward: float | None = None  # The reward of this call.
+    queue_s: float = 0.0  # The time that the call waited for a place.
+    note: str = ""  # A note for the events.
+    parts: tuple[Part, ...] = ()
+
+
+def failed(kind: str, text: str) -> ToolAnswer:
+    return ToolAnswer(f"Error: {text}", error=kind)
+
+
+def of_parts(parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the fields `text` and `parts` of an answer with images."""
+    return {"text": "\n".join(part for part in parts if isinstance(part, str)), "parts": tuple(parts)}
+
+
+def answer_of(value: Any) -> ToolAnswer:
+    """Convert a tool's value to an answer: text, a dict, a ToolResponse, an image, content parts with an image, None,
+    or a tuple of one of them with a reward and metrics."""
+    reward = None
+    if isinstance(value, ToolAnswer):
+        return value
+    if isinstance(value, tuple):
+        value, reward = value[0], value[1] if len(value) > 1 else None
+    reward = None if reward is None else float(reward)
+    if isinstance(value, ToolResponse):
+        if value.video:
+            raise ValueError("it returned videos, which no tool can; return their frames as images")
+        if value.image:
+            given = value.image if isinstance(value.image, list | tuple) else [value.image]
+            return ToolAnswer(
+                **of_parts([*map(_image, given), *([_text(value.text)] if value.text else [])]), reward=reward
+            )
+        value = value.text
+    if is_pixels(value):
+        return ToolAnswer(**of_parts([_image(value)]), reward=reward)
+    if isinstance(value, list) and (parts := _content_parts(value)):
+        return ToolAnswer(**of_parts(parts), reward=reward)
+    return ToolAnswer(_text(value), reward=reward)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
+    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be tokenised
+
+
+def is_pixels(value: Any) -> bool:
+    """Return True for an image of Pillow and for an array of pixels."""
+    if isinstance(value, np.ndarray):
+        return value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4)))
+    return hasattr(value, "getbands") and hasattr(value, "save")
+
+
+def _image(item: Any) -> ReturnedImage:
+    """Return an image of a tool. Pixels are copied: the tool may draw on them again."""
+    return ReturnedImage(item.copy() if is_pixels(item) else item)
+
+
+def _content_parts(value: Sequence[Any]) -> list[Part]:
+    """Return the texts and images of OpenAI's content parts; [] if the value is something else, or has no image."""
+    parts: list[Part] = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in IMAGE.parts:
+            item = part.get("image")
+            parts.append(_image(item) if is_pixels(item) else ReturnedImage(part_content(part, IMAGE, "its image")))
+        elif kind == "text" and isinstance(part.get("text"), str):
+            parts.append(_text(part["text"]))
+        else:
+            return []
+    return parts if any(isinstance(part, ReturnedImage) for part in parts) else []
+
+
+def content_of(item: Any, where: str) -> bytes:
+    """Return the content of an image as the bytes of a file. Raise Refused, with `where`, if there is none."""
+    if is_pixels(item):
+        return _encoded(item, where)
+    content, path = resolved(item, IMAGE, where)
+    if content is not None:
+        return content
+    with opened_file(path, where) as stream:
+        return bytes(stream.read())
+
+
+def _encoded(pixels: Any, where: str) -> bytes:
+    from PIL import Image
+
+    image = Image.fromarray(pixels) if isinstance(pixels, np.ndarray) else pixels
+    if not image.width or not image.height:
+        raise Refused(f"{where}: an image of {image.width} x {image.height} pixels")
+    if image.mode not in (*_SAVED_AS_THEY_ARE, "CMYK", "YCbCr", "RGBX", "HSV", "LAB"):
+        raise Refused(f"{where}: pixels of the kind {image.mode!r}; convert it to 8 bits per channel")
+    out = io.BytesIO()
+    kept = image if image.mode in _SAVED_AS_THEY_ARE else image.convert("RGB")
+    kept.save(out, "PNG", compress_level=1)
+    return out.getvalue()
