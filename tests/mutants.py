@@ -737,6 +737,7 @@ MUTANTS = (
     Mutant("weight_sync/sender.py", "                _take_part(gathered)\n", "", STAGING),
     Mutant("weight_sync/record.py", "torch.maximum(before[1], largest)", "before[1]", SLICES),
     Mutant("weight_sync/base.py", "if found != expected[name].checksum]", "if not expected]", CRC),
+    Mutant("weight_sync/base.py", " | host_checksums(staying)", "", CRC),
     Mutant("weight_sync/crc.py", "_advanced(sums, width) ^ row", "sums ^ row", CRC),
     Mutant("weight_sync/crc.py", " or flat.storage_offset() % 4", "", CRC),
     Mutant(
@@ -993,7 +994,7 @@ MUTANTS = (
     Mutant("rollout/native/sets.py", "pairs=half if i < one.rotated else 0", "pairs=0", NATIVE_SETS),
     Mutant("accel/cpu/kernels.py", "crc32(view[whole:], int(state[0]))", "crc32(view[whole:], 0)", CRC),
     Mutant("rollout/native/sets.py", "into_a.zero_()", "pass", NATIVE_SETS),
-    Mutant("rollout/native/sets.py", "made.a.fill(low.a.contiguous(), first=i * len(low.a))", "pass", NATIVE_SETS),
+    Mutant("rollout/native/sets.py", "first=i * len(low.a)", "first=0", NATIVE_SETS),
     Mutant("weight_sync/sender.py", "if state != self._base_state or self._sent", "if self._sent", FACTORS),
     Mutant("rollout/native/noise.py", "one.noisy if acts else one.clean", "one.noisy", NOISE),
     Mutant("rollout/native/runner.py", "        self._use_noise(False)\n", "", NOISE),

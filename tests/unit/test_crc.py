@@ -116,6 +116,21 @@ def test_a_bit_that_changes_after_the_manifest_is_found(name: str) -> None:
         published(9, lambda tensors: tensors[name].view(torch.int16).view(-1)[64:].bitwise_xor_(1))
 
 
+def test_a_byte_in_host_memory_that_changes_after_the_manifest_is_found() -> None:
+    """Tensors that stay as they are have their checksums computed together, before and after."""
+    known = {f"w{i}": torch.randn(3 + i, 65) for i in range(4)} | {"columns": torch.randn(5, 7).t()}
+    source = FarEngine(known)
+    outlet = LocalOutlet()
+    sent = WeightSender(outlet).send(source, 1, (), copy=False)
+    assert sent is not None
+    assert {n: e.checksum for n, e in sent.source.manifest.items()} == {n: by_zlib(t) for n, t in known.items()}
+    reader = CheckedReader(sent.source)
+    assert reader.stays and dict(reader.tensors()).keys() == known.keys()
+    known["w2"].view(torch.int32)[-1, -1] ^= 1
+    with pytest.raises(SyncError, match="version 1: w2 changed between its manifest and its delivery"):
+        list(CheckedReader(sent.source).tensors())
+
+
 def test_the_double_counts_reads() -> None:
     with FarDevice() as device:
         far = torch.ones(3, device=FAR) * 2

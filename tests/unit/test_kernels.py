@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import zlib
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from rollouts import draws_of
 
 from verl.accel.cpu import kernels as module
 from verl.accel.cpu.kernels import Kernels, load_kernels
+from verl.checkpoint.safetensors_file import host_bytes
 from verl.rollout.embedded.sampler import sample
 from verl.weight_sync.record import some_values
 
@@ -220,15 +222,42 @@ def test_a_product_without_memory_for_its_rows_is_an_error_and_not_the_end_of_th
     assert done.returncode == 1 and "can't allocate memory" in done.stderr.splitlines()[-1], done.stderr
 
 
-def test_a_scan_has_the_extremes_and_the_values_that_torch_has(kernels):
-    for size in (1, 5, 15, 16, 17, 255, 257, 511, 513, 1003):
+def test_a_scan_has_the_extremes_and_the_values_that_torch_has_and_the_checksums_of_zlib(kernels):
+    """In one call for tensors of all these sizes, some longer than what is read at a time."""
+    torch.manual_seed(0)
+    tensors, checked = list[torch.Tensor](), list[bool]()
+    for size in (1, 5, 15, 16, 17, 33, 255, 257, 511, 513, 1003, 4096, 9001):
         for bad in (0.0, float("nan"), -float("nan"), float("inf"), -float("inf")):
             for at in {0, size // 2, size - 1}:
                 x = torch.randn(size).to(kernels.dtype)
                 x[at] = bad
-                ends, values = kernels.scan(x, 64)
-                expected = torch.stack(x.aminmax()).double()
-                torch.testing.assert_close(ends, expected, rtol=0, atol=0, equal_nan=True)
-                torch.testing.assert_close(values, some_values(x, 64), rtol=0, atol=0, equal_nan=True)
-                _, again = kernels.scan(x, 64, ends=False)
-                torch.testing.assert_close(again, values, rtol=0, atol=0, equal_nan=True)
+                tensors.append(x)
+                checked.append(len(tensors) % 3 != 0)
+    tensors += [-torch.rand(100).to(kernels.dtype) - 1, torch.rand(100).to(kernels.dtype) + 1]
+    checked = [kernels.folds_crc and one for one in (*checked, True, False)]
+    ends, values, sums = kernels.scan(tensors, 64, checked=checked)
+    _, again, _ = kernels.scan(tensors, 64, ends=False)
+    exact = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
+    exact(ends, torch.stack([torch.stack(x.aminmax()).double() for x in tensors]))
+    crcs = [zlib.crc32(host_bytes(x)) for x in tensors]
+    assert sums == [crc if check else 0 for crc, check in zip(crcs, checked, strict=True)]
+    assert not kernels.folds_crc or kernels.crcs(tensors) == crcs
+    for x, some, more in zip(tensors, values, again, strict=True):
+        exact(some, some_values(x, 64))
+        exact(more, some)
+
+
+def test_weights_that_are_packed_in_one_call_are_those_that_are_packed_one_by_one(kernels):
+    if kernels.dtype != torch.float32:
+        pytest.skip("panels of float32")
+    cases = [(96, 48, 32, 0), (64, 32, 0, 16), (7, 5, 3, 0), (32, 33, 32, 0), (128, 160, 0, 0), (40, 32, 24, 4)]
+    weights = [torch.randn(rows, depth) for rows, depth, _, _ in cases]
+    one_by_one, at_once = ([kernels.new_panels(256, depth).zero_() for _, depth, _, _ in cases] for _ in range(2))
+    for weight, panels, (_, _, first, pairs) in zip(weights, one_by_one, cases, strict=True):
+        kernels.pack(weight, panels, first, pairs)
+    kernels.pack_each([(w, p, *case[2:]) for w, p, case in zip(weights, at_once, cases, strict=True)])
+    for weight, panels, other, (rows, depth, first, pairs) in zip(weights, one_by_one, at_once, cases, strict=True):
+        assert torch.equal(panels, other)
+        if not pairs:
+            held = panels.transpose(1, 2).reshape(-1, depth)
+            assert torch.equal(held[first : first + rows], weight) and held.count_nonzero() == weight.count_nonzero()

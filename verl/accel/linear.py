@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -87,6 +87,15 @@ class FilledLinear(Linear, Protocol):
         ...
 
 
+class Filling(NamedTuple):
+    """The arguments of a call of `FilledLinear.fill`, and the product."""
+
+    into: FilledLinear
+    weight: Tensor
+    first: int = 0
+    pairs: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class LayerParts:
     """A layer of a decoder, for `Products.joined`."""
@@ -146,6 +155,10 @@ class Products(Protocol):
         """Return a product of N = rows and K = depth that is filled later."""
         ...
 
+    def fill_each(self, fillings: Sequence[Filling]) -> None:
+        """Fill products that `empty` returned, faster than one by one."""
+        ...
+
     def joined(self, layers: Sequence[LayerParts], sizes: DecoderSizes) -> Layers | None:
         """Return the function that computes all layers in one call, or None if the layout has no such kernel."""
         ...
@@ -197,6 +210,9 @@ class SingleProducts:
 
     def empty(self, rows: int, depth: int) -> FilledLinear:
         raise TypeError("this layout is made from whole tensors")
+
+    def fill_each(self, fillings: Sequence[Filling]) -> None:
+        assert not fillings, "this layout is made from whole tensors"
 
     def joined(self, layers: Sequence[LayerParts], sizes: DecoderSizes) -> Layers | None:
         return None

@@ -22,7 +22,7 @@ from verl.nn.fp8 import SCALES
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.canary import Probed, difference, fault
-from verl.weight_sync.crc import PendingChecksum, read_checksums, start_checksum
+from verl.weight_sync.crc import PendingChecksum, host_checksums, read_checksums, start_checksum
 from verl.weight_sync.crc import checksum as checksum  # other components import it from here
 
 
@@ -409,8 +409,9 @@ async def check_canary(
 
 class CheckedReader:
     """The stream that a replica reads: every tensor is compared with the manifest when it is handed over. The checksum
-    of a tensor on a device is computed there and compared after the last tensor, with one read of the device. `seconds`
-    is as in `WeightReader`."""
+    of a tensor on a device is computed there and compared after the last tensor, with one read of the device; those of
+    tensors that stay as they are (`stays`) are computed after the last one, in one call. `seconds` is as in
+    `WeightReader`."""
 
     def __init__(self, source: WeightSource) -> None:
         self.source = source
@@ -440,8 +441,8 @@ class CheckedReader:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         at, expected, spent_s, began = f"version {self.version}", self.source.delivered, 0.0, time.perf_counter()
-        on_device = dict[str, int | PendingChecksum]()
-        stream = open_stream(self.source)
+        on_device, staying = dict[str, int | PendingChecksum](), dict[str, Tensor]()
+        stream, stays = open_stream(self.source), self.stays
         if stream.version != self.version:
             raise SyncError(f"{at}: the sender holds version {stream.version} by now")
         for name, tensor in stream.tensors():
@@ -455,13 +456,16 @@ class CheckedReader:
                 )
             if entry.checksum is not None and tensor.device.type != "cpu":
                 on_device[name] = start_checksum(tensor)
+            elif entry.checksum is not None and stays:
+                staying[name] = tensor
             elif why := entry.difference(name, tensor):
                 raise SyncError(f"{at}: {why}")
             self.delivered.add(name)
             spent_s += time.perf_counter() - began
             yield name, tensor
             began = time.perf_counter()
-        if changed := [name for name, found in read_checksums(on_device).items() if found != expected[name].checksum]:
+        sums = read_checksums(on_device) | host_checksums(staying)
+        if changed := [name for name, found in sums.items() if found != expected[name].checksum]:
             raise SyncError(f"{at}: {changed[0]} {OVERTAKEN}")
         self.seconds["transfer"] = spent_s + time.perf_counter() - began
         if missing := sorted(set(expected) - self.delivered):

@@ -50,6 +50,15 @@ def host_checksum(view: memoryview) -> int:
     return zlib.crc32(view) if isinstance(kernels, str) else kernels.crc32(view)
 
 
+def host_checksums(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the crc32 of tensors in host memory, of contiguous ones in one call."""
+    kernels = load_kernels(torch.float32)
+    if isinstance(kernels, str) or not kernels.folds_crc:
+        return {name: host_checksum(host_bytes(tensor)) for name, tensor in tensors.items()}
+    plain = [tensor.contiguous() for tensor in tensors.values()]
+    return dict(zip(tensors, kernels.crcs(plain), strict=True))
+
+
 def start_on_device(tensor: Tensor) -> PendingChecksum:
     """Start the crc32 of a tensor with operations of torch on its device."""
     words, width = _words(tensor), WIDEST

@@ -26,7 +26,7 @@ class VersionRecord:
     """The record of the tensors of one version, as they are sent. No tensor is kept.
 
     Checksums, extremes and values stay on the tensors' device until `finish`, so that the host does not wait for each
-    tensor."""
+    tensor. Tensors in host memory that stay as they are until `finish` are read there, all in one call (`note`)."""
 
     manifest: dict[str, Entry] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -41,10 +41,17 @@ class VersionRecord:
     num_bytes: int = 0
     gathered_s: float = 0.0
     """The time that the engine took to deliver the tensors."""
+    _staying: dict[str, tuple[Tensor, bool]] = field(default_factory=dict)
+    """The tensors that `finish` reads, and whether they get a checksum."""
 
-    def note(self, name: str, tensor: Tensor, *, check: bool) -> None:
-        """Record a tensor, in the format in which it is sent. check: also record a checksum of its bytes."""
+    def note(self, name: str, tensor: Tensor, *, check: bool, stays: bool = False) -> None:
+        """Record a tensor, in the format in which it is sent. check: also record a checksum of its bytes · stays: it is
+        not changed before `finish`."""
         self.manifest[name] = entry_of(tensor)
+        if stays and (kernels := scanner_of(tensor)) is not None and kernels.folds_crc:
+            self._staying[name] = tensor, check
+            self.num_bytes += tensor.nbytes
+            return
         if check:
             self.checksums[name] = start_checksum(tensor)
         self._note_values(name, tensor, SAMPLED_VALUES)
@@ -57,7 +64,9 @@ class VersionRecord:
     def _note_values(self, name: str, tensor: Tensor, count: int) -> None:
         self.num_bytes += tensor.nbytes
         if (kernels := scanner_of(tensor)) is not None:
-            self.extremes[name], self.values[name] = kernels.scan(tensor, count)
+            ends, (self.values[name],), _ = kernels.scan([tensor], count)
+            assert ends is not None
+            self.extremes[name] = ends[0]
             return
         self.values[name] = some_values(tensor, count)
         if tensor.is_floating_point() and tensor.numel() and tensor.dtype != VALUES:  # NaN is in its scales
@@ -65,10 +74,23 @@ class VersionRecord:
 
     def finish(self) -> None:
         """Move the recorded numbers to the host, and the checksums into the manifest."""
+        if self._staying:
+            self._read_staying()
         self.values, self.extremes = on_host(self.values), on_host(self.extremes)
         for name, found in read_checksums(self.checksums).items():
             self.manifest[name] = replace(self.manifest[name], checksum=found)
         self.checksums.clear()
+
+    def _read_staying(self) -> None:
+        tensors, checked = zip(*self._staying.values(), strict=True)
+        kernels = scanner_of(tensors[0])
+        assert kernels is not None
+        ends, values, sums = kernels.scan(tensors, SAMPLED_VALUES, checked=checked)
+        assert ends is not None
+        self.extremes |= zip(self._staying, ends, strict=True)
+        self.values |= zip(self._staying, values, strict=True)
+        self.checksums |= {name: crc for name, crc, check in zip(self._staying, sums, checked, strict=True) if check}
+        self._staying.clear()
 
     def checksum_of(self, name: str) -> int | None:
         """Return the checksum of a tensor that was just recorded, None if it has none. This waits for its device."""
@@ -149,7 +171,7 @@ def scanner_of(tensor: Tensor) -> Kernels | None:
 def host_values(tensor: Tensor) -> Tensor:
     """Return what `some_values` returns, by a compiled kernel if there is one."""
     kernels = scanner_of(tensor)
-    return some_values(tensor) if kernels is None else kernels.scan(tensor, SAMPLED_VALUES, ends=False)[1]
+    return some_values(tensor) if kernels is None else kernels.scan([tensor], SAMPLED_VALUES, ends=False)[1][0]
 
 
 def sampled_values(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -177,6 +199,9 @@ def on_host(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     out: dict[str, Tensor] = {}
     for device in {tensor.device for tensor in found.values()}:
         here = {name: tensor for name, tensor in found.items() if tensor.device == device}
+        if device.type == "cpu":
+            out |= here
+            continue
         whole = torch.cat(list(here.values())).cpu()
         out |= dict(zip(here, whole.split([len(tensor) for tensor in here.values()]), strict=True))
     return {name: out[name] for name in found}

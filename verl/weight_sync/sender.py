@@ -266,13 +266,13 @@ class WeightSender:
         self, gathered: Iterator[tuple[str, Tensor]], form: WireFormat, record: VersionRecord, *, copy: bool
     ) -> Iterator[tuple[str, Tensor]]:
         """Yield the engine's tensors in the format, and record each."""
-        began = time.perf_counter()
+        began, stays = time.perf_counter(), isinstance(self._outlet, InPlace)
         for number, (name, tensor) in enumerate(gathered):
             record.gathered_s += time.perf_counter() - began
             for sent, made in wire_tensors(form, name, tensor):
                 own = made.data_ptr() == tensor.data_ptr()
                 kept = made.clone() if copy and own and not self._lasts(name) else made
-                record.note(sent, kept, check=self._checks(number))
+                record.note(sent, kept, check=self._checks(number), stays=stays)
                 if own:
                     record.places[tensor.data_ptr()] = sent
                 yield sent, kept
@@ -348,7 +348,7 @@ class WeightSender:
             if name in last:
                 before, seen = last[name]
                 changed |= known is not None and before is not None and known != before
-                changed |= not torch.equal(values, seen)
+                changed = changed or not torch.equal(values, seen)
                 known = before if known is None else known
             self._last[name] = (known, values)
         if changed:

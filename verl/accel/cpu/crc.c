@@ -36,3 +36,15 @@ void fold_crc(const uint8_t *data, long length, uint32_t *state) {
 long folds_crc(void) { return 0; }
 void fold_crc(const uint8_t *data, long length, uint32_t *state) { (void)data, (void)length, (void)state; }
 #endif
+
+/* The crc32 `state` of what was before, with these bytes. Only where `folds_crc` */
+static uint32_t more_crc(const uint8_t *data, long length, uint32_t state) {
+    const long whole = length >= 64 ? length / 16 * 16 : 0;
+    if (whole) fold_crc(data, whole, &state);
+    state = ~state;
+    for (long i = whole; i < length; i++) {
+        state ^= data[i];
+        for (int bit = 0; bit < 8; bit++) state = state >> 1 ^ (state & 1 ? 0xedb88320u : 0);
+    }
+    return ~state;
+}

@@ -267,39 +267,57 @@ static inline long pack_lines(const float *const from[PANEL], float *to, long de
     return k;
 }
 
-/* W [width, depth] -> rows first .. first + width of the panels; the other rows stay as they are */
-void pack_float32(const float *weight, float *panels, long first, long width, long depth, long pairs, long threads) {
+/* The rows of W [width, depth] that are in panel p, if W is the rows first .. first + width of the panels; others stay as they are */
+static inline void pack_panel(const float *weight, float *panels, long p, long first, long width, long depth, long pairs) {
+    const float *rows[PANEL];
     const long end = first + width;
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (long p = first / PANEL; p < (end + PANEL - 1) / PANEL; p++) {
-        const float *rows[PANEL];
-        for (long r = 0; r < PANEL; r++) {
-            const long row = p * PANEL + r - first;
-            rows[r] = row >= 0 && row < width ? weight + source_row(row, pairs) * depth : NULL;
-        }
-        const int full = p * PANEL >= first && (p + 1) * PANEL <= end;
-        const long begin = full && LANES < LINE ? pack_lines(rows, panels + p * depth * PANEL, depth) : 0;
-        for (long row = p * PANEL; row < (p + 1) * PANEL; row += LANES) {
-            const float *const *from = rows + row % PANEL;
-            const int whole = row >= first && row + LANES <= end;
-            for (long k = begin; k < depth; k += LANES) {
-                float *to = panels + (p * depth + k) * PANEL + row % PANEL;
-                if (whole && k + LANES <= depth) {
-                    vec t[LANES];
-                    square(from, k, t);
-                    for (int r = 0; r < LANES; r++) put(to + r * PANEL, t[r]);
-                } else {
-                    for (int r = 0; r < LANES; r++)
-                        for (int c = 0; row + r >= first && row + r < end && c < LANES && k + c < depth; c++)
-                            to[c * PANEL + r] = from[r][k + c];
-                }
+    for (long r = 0; r < PANEL; r++) {
+        const long row = p * PANEL + r - first;
+        rows[r] = row >= 0 && row < width ? weight + source_row(row, pairs) * depth : NULL;
+    }
+    const int full = p * PANEL >= first && (p + 1) * PANEL <= end;
+    const long begin = full ? pack_lines(rows, panels + p * depth * PANEL, depth) : 0;
+    for (long row = p * PANEL; row < (p + 1) * PANEL; row += LANES) {
+        const float *const *from = rows + row % PANEL;
+        const int whole = row >= first && row + LANES <= end;
+        for (long k = begin; k < depth; k += LANES) {
+            float *to = panels + (p * depth + k) * PANEL + row % PANEL;
+            if (whole && k + LANES <= depth) {
+                vec t[LANES];
+                square(from, k, t);
+                for (int r = 0; r < LANES; r++) put(to + r * PANEL, t[r]);
+            } else {
+                for (int r = 0; r < LANES; r++)
+                    for (int c = 0; row + r >= first && row + r < end && c < LANES && k + c < depth; c++)
+                        to[c * PANEL + r] = from[r][k + c];
             }
         }
-#if WIDE
-        _mm_sfence(); /* before anybody is told that it is there */
-#endif
     }
+}
+
+static inline void all_is_put(void) { /* before anybody is told that it is there */
+#if WIDE
+    _mm_sfence();
+#endif
+}
+
+/* W [width, depth] -> rows first .. first + width of the panels */
+void pack_float32(const float *weight, float *panels, long first, long width, long depth, long pairs, long threads) {
+    (void)threads;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for schedule(static) nowait
+        for (long p = first / PANEL; p < (first + width + PANEL - 1) / PANEL; p++) pack_panel(weight, panels, p, first, width, depth, pairs);
+        all_is_put();
+    }
+}
+
+/* given [n, 6]: of each weight its address, that of its panels, and first, width, depth and pairs as above */
+void pack_each(const long *given, long n) {
+    for (; n > 0; n--, given += 6)
+        for (long p = given[2] / PANEL; p < (given[2] + given[3] + PANEL - 1) / PANEL; p++)
+            pack_panel((const float *)(uintptr_t)given[0], (float *)(uintptr_t)given[1], p, given[2], given[3], given[4], given[5]);
+    all_is_put();
 }
 
 /* y [n, width] = x [n, depth] W^T + bias, or with add y += that; rows of y are ld floats apart. padded is for tiles */

@@ -113,7 +113,9 @@ FLOAT32 = {
     "large_pages": (Address, c_long),
     "delta_step": (*(Address,) * 9, *(c_long,) * 6, c_float, c_long),
     "fold_crc": (Address, c_long, Address),
-    "scan": (Address, *(c_long,) * 4, Address),
+    "scan": (Address, c_long, *(Address,) * 3),
+    "pack_each": (Address, c_long),
+    "sums_of": (Address, c_long, Address),
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
     "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
@@ -158,6 +160,18 @@ class Kernels:
         pack = self.functions["pack" if weight.dtype == torch.float32 else "repack"]
         pack(weight, panels, first, rows, depth, pairs, torch.get_num_threads())
 
+    def pack_each(self, weights: Sequence[tuple[Tensor, Tensor, int, int]]) -> None:
+        """Do what `pack` does for each (weight, panels, first, pairs) of float32, in one call and one thread."""
+        assert self.dtype == torch.float32
+        given = np.empty((len(weights), 6), np.int64)
+        for row, (weight, panels, first, pairs) in zip(given, weights, strict=True):
+            rows, depth = weight.shape
+            assert weight.is_contiguous() and weight.dtype == panels.dtype == self.dtype and weight.device.type == "cpu"
+            assert first + rows <= len(panels) * self.panel_width and panels[0].numel() == depth * self.panel_width
+            assert not pairs or rows % (2 * pairs) == 0
+            row[:] = weight.data_ptr(), panels.data_ptr(), first, rows, depth, pairs
+        self.functions["pack_each"](given, len(given))
+
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> Tensor:
         """Write x [T, K] W^T + b into out [T, N], which may be float32 whatever the dtype of x is, or with `add` add it
         to out. Return out."""
@@ -183,16 +197,36 @@ class Kernels:
             self.functions["fold_crc"](np.frombuffer(view, np.uint8), whole, state)
         return zlib.crc32(view[whole:], int(state[0]))
 
-    def scan(self, tensor: Tensor, count: int, *, ends: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest value [2] of a float32 or bfloat16 tensor that is not empty, both NaN if one
-        of its values is, and up to `count` of its values, evenly spread; all float64. It is read once. ends: read it
-        whole, for the first two."""
-        assert tensor.is_contiguous() and tensor.dtype in (torch.float32, torch.bfloat16)
-        step = max(1, tensor.numel() // count)
-        found = torch.empty(2 + min(count, -(-tensor.numel() // step)), dtype=torch.float64)
-        half = tensor.dtype == torch.bfloat16
-        self.functions["scan"](tensor, tensor.numel() if ends else 0, step, len(found) - 2, half, found)
-        return found[:2], found[2:]
+    def crcs(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Return the crc32 of contiguous tensors in host memory, where these kernels compute one (`folds_crc`)."""
+        assert self.folds_crc and all(t.is_contiguous() for t in tensors)
+        given = np.array([(t.data_ptr(), t.nbytes) for t in tensors], np.int64)
+        sums = np.empty(len(tensors), np.uint32)
+        self.functions["sums_of"](given, len(tensors), sums)
+        return sums.tolist()
+
+    def scan(
+        self, tensors: Sequence[Tensor], count: int, *, ends: bool = True, checked: Sequence[bool] = ()
+    ) -> tuple[Tensor | None, list[Tensor], list[int]]:
+        """Return of float32 and bfloat16 tensors that are not empty the least and the largest value [n, 2], both NaN if
+        one is NaN, and up to `count` values of each, evenly spread, all float64; and the crc32 of each that is checked,
+        0 for others. Each is read once. ends: read them whole, for the first two and the last. checked: as `crcs`."""
+        steps = [max(1, t.numel() // count) for t in tensors]
+        counts = [min(count, -(-t.numel() // step)) for t, step in zip(tensors, steps, strict=True)]
+        assert all(t.is_contiguous() and t.dtype in (torch.float32, torch.bfloat16) for t in tensors)
+        assert not any(checked) or (ends and self.folds_crc)
+        given = np.array(
+            [
+                (t.data_ptr(), t.numel(), step, taken, t.dtype == torch.bfloat16, check)
+                for t, step, taken, check in zip(tensors, steps, counts, checked or [False] * len(steps), strict=True)
+            ],
+            np.int64,
+        )
+        found = torch.empty(len(counts), 2, dtype=torch.float64) if ends else None
+        values = torch.empty(sum(counts), dtype=torch.float64)
+        sums = np.empty(len(counts), np.uint32)
+        self.functions["scan"](given, len(counts), found, values, sums)
+        return found, list(values.split(counts)), sums.tolist()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [n, width], which may be float32, normed by its root mean square and multiplied by weight [width]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.accel.cpu.kernels import ACTIVATIONS, Kernels, LayerPointers, LowRankPointers, SetRowsPointers, Stack
 from verl.accel.cpu.nf4 import rows_linear
-from verl.accel.linear import DecoderSizes, LayerParts, Layers, Linear, LowRankParts, LowRankRows
+from verl.accel.linear import DecoderSizes, Filling, LayerParts, Layers, Linear, LowRankParts, LowRankRows
 
 
 class Packed:
@@ -91,6 +91,13 @@ class PanelProducts:
 
     def empty(self, rows: int, depth: int) -> Panels:
         return Panels(rows, depth, self.kernels)
+
+    def fill_each(self, fillings: Sequence[Filling]) -> None:
+        if self.kernels.dtype == torch.float32:
+            self.kernels.pack_each([(one.weight, one.into.memory, one.first, one.pairs) for one in fillings])
+        else:
+            for one in fillings:
+                one.into.fill(one.weight, one.first, one.pairs)
 
     def joined(self, layers: Sequence[LayerParts], sizes: DecoderSizes) -> Layers:
         array = (LayerPointers * len(layers))(*map(_pointers, layers))

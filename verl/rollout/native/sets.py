@@ -6,20 +6,20 @@ each. The arithmetic is that of `nn/lora.py`: both products and their multiple a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import Any, Protocol
+from itertools import chain, pairwise
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.accel.linear import Layers, Linear, LowRankParts, LowRankRows, Plain, Products
+from verl.accel.linear import FilledLinear, Filling, Layers, Linear, LowRankParts, LowRankRows, Plain, Products
 from verl.errors import Refused
 from verl.nn.lora import LowRank, fitted
-from verl.parameter_set import ParameterSet
+from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.layers import Experts, FeedForward, SharedExpert
 from verl.rollout.native.projections import Projections, expert_tensors, interleaved, projections
@@ -27,6 +27,7 @@ from verl.rollout.native.weights import Layer
 
 NO_SET = -1
 """The number of the set of a row that has none."""
+ProductT = TypeVar("ProductT", bound=Linear, covariant=True)
 Added = Callable[[Tensor, Tensor], Tensor]
 """A function of (result of a product [n, out], its input [n, in]) that adds factors to the result, and returns it."""
 
@@ -119,12 +120,12 @@ class Fused:
 
 
 @dataclass(frozen=True, slots=True)
-class Factors:
+class Factors(Generic[ProductT]):
     """The factors of a set in one product, in the layout in which they are multiplied."""
 
-    a: Any
-    """A of each of its projections, one below the other: a `Linear`, a `FilledLinear` where the layout is filled."""
-    blocks: tuple[Any, ...]
+    a: ProductT
+    """A of each of its projections, one below the other."""
+    blocks: tuple[ProductT | None, ...]
     """B of each projection, in the order of rows of the fused weights; None for one without factors."""
     sizes: tuple[int, ...]
     """The outputs of each projection."""
@@ -156,9 +157,9 @@ def fused_factors(one: Projections, factors: Mapping[str, LowRank], half: int) -
     return Fused(a, tuple(blocks), tuple(rows for _, rows in one.parts))
 
 
-def empty_factors(one: Projections, factors: Mapping[str, LowRank], products: Products) -> Factors | None:
-    """Return what `fused_factors` returns, in a layout that `fill_factors` fills. Rows of A of projections without
-    factors are 0."""
+def empty_factors(one: Projections, factors: Mapping[str, LowRank], products: Products) -> Factors[FilledLinear] | None:
+    """Return what `fused_factors` returns, in a layout that is still to be filled (`factor_fillings`). Rows of A of
+    projections without factors are 0."""
     mine = [factors.get(name) for name, _ in one.parts]
     some = next((low for low in mine if low is not None), None)
     if some is None:
@@ -172,15 +173,17 @@ def empty_factors(one: Projections, factors: Mapping[str, LowRank], products: Pr
     return Factors(a, blocks, tuple(rows for _, rows in one.parts))
 
 
-def fill_factors(one: Projections, factors: Mapping[str, LowRank], half: int, made: Factors) -> None:
-    """Write the factors by module into `made`, over those of an earlier version. Each is copied once."""
+def factor_fillings(
+    one: Projections, factors: Mapping[str, LowRank], half: int, made: Factors[FilledLinear]
+) -> Iterator[Filling]:
+    """Yield what writes the factors by module into `made`, over those of an earlier version. Each is copied once."""
     for i, ((name, _), block) in enumerate(zip(one.parts, made.blocks, strict=True)):
         if block is not None:
             low = factors[name]
-            made.a.fill(low.a.contiguous(), first=i * len(low.a))
+            yield Filling(made.a, low.a.contiguous(), first=i * len(low.a))
             order = one.order(i)
             b = low.b.contiguous() if order is None else low.b.index_select(0, order)
-            block.fill(b, pairs=half if i < one.rotated else 0)
+            yield Filling(block, b, pairs=half if i < one.rotated else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +193,10 @@ class LoraSet:
     parameters: ParameterSet
     fused: Mapping[str, Fused]
     """Its factors, if they are stacked too."""
-    products: Mapping[str, Factors]
+    products: Mapping[str, Factors[Linear]]
     """The products with A and B, for each expert those of its own."""
+    filled: Mapping[str, Factors[FilledLinear]]
+    """Those over which a later version can be written."""
     joined: object
     """The factors as the function of all layers reads them; None if there is no such function."""
     layers: Layers | None
@@ -346,25 +351,20 @@ class LiveSets:
 
     def add(self, parameters: ParameterSet, tensors: Mapping[str, Tensor], joined: Layers | None) -> bool:
         """Make a version of a set live, in place of an earlier one. Return True if the memory that `masked` reads has
-        moved. Raise Refused for factors that do not fit the model or are not finite. joined: the function of all layers
-        that computes with the set."""
-        sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
-        doubtful = [name for name, sound in zip(tensors, sums.isfinite().tolist()) if not sound]
-        if bad := [name for name in doubtful if not bool(tensors[name].isfinite().all())]:
-            raise Refused(
-                f"LoRA set {parameters.id!r}: {bad[0]} has values that are not finite; publish another version"
-            )
+        moved. Raise Refused for factors that do not fit the model, and for those of a set on top of the policy that are
+        not finite. joined: the function of all layers that computes with the set."""
+        if parameters.id != POLICY_SET.id:  # those of the policy are refused where they are sent (`WeightSender`)
+            _refuse_not_finite(parameters.id, tensors)
         low = fitted(parameters, tensors, partial(self._size_of, parameters))
         here = {name: LowRank(self._kept(one.a), self._kept(one.b)) for name, one in low.items()}
         known = self._live.get(parameters.id)
         if known is not None and self._overwrites(known[1], parameters, joined):
-            for key, made in known[1].products.items():
-                fill_factors(self._parts[key], here, self._half, made)
+            self._fill(here, known[1].filled)
             self._live[parameters.id] = known[0], replace(known[1], parameters=parameters)
             return False
-        fused, products = self._products_of(here)
+        fused, products, filled = self._products_of(here)
         read = None if joined is None else joined.low_ranks(self._by_layer(parameters, products))
-        one = LoraSet(parameters, fused, products, read, joined)
+        one = LoraSet(parameters, fused, products, filled, read, joined)
         number = self._free() if known is None else known[0]
         self._live[parameters.id] = number, one
         return self._stacks and self._stack(number, one)
@@ -411,32 +411,39 @@ class LiveSets:
     def _on_device(self, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(rows).to(self._like.device)
 
-    def _products_of(self, here: Mapping[str, LowRank]) -> tuple[dict[str, Fused], dict[str, Factors]]:
-        """Return the factors by product: those that are stacked too, and all in the layout of the products."""
+    def _fill(self, here: Mapping[str, LowRank], products: Mapping[str, Factors[FilledLinear]]) -> None:
+        """Write factors into products that were made for them."""
+        every = (factor_fillings(self._parts[key], here, self._half, made) for key, made in products.items())
+        self._products.fill_each([*chain.from_iterable(every)])
+
+    def _products_of(
+        self, here: Mapping[str, LowRank]
+    ) -> tuple[dict[str, Fused], dict[str, Factors[Linear]], dict[str, Factors[FilledLinear]]]:
+        """Return the factors by product: those that are stacked too, all in the layout of the products, and those of
+        them that can be filled again."""
         make, half = self._products.make, self._half
         if self._products.fills and not self._stacks:
             empty = {key: empty_factors(one, here, self._products) for key, one in self._parts.items()}
             packed = {key: made for key, made in empty.items() if made is not None}
-            for key, made in packed.items():
-                fill_factors(self._parts[key], here, half, made)
-            return {}, packed | self._of_experts(here)
+            self._fill(here, packed)
+            return {}, {**packed, **self._of_experts(here)}, packed
         found = {key: fused_factors(one, here, half) for key, one in self._parts.items()}
         fused = {key: made for key, made in found.items() if made is not None}
         products = {
             key: Factors(make(one.a, None), tuple(None if b is None else make(b, None) for b in one.blocks), one.sizes)
             for key, one in fused.items()
         }
-        return fused if self._stacks else {}, products | self._of_experts(here)
+        return fused if self._stacks else {}, products | self._of_experts(here), {}
 
-    def _of_experts(self, here: Mapping[str, LowRank]) -> dict[str, Factors]:
+    def _of_experts(self, here: Mapping[str, LowRank]) -> dict[str, Factors[Linear]]:
         """Return the factors of experts by product, in the layout of the products."""
-        make, found = self._products.make, dict[str, Factors]()
+        make, found = self._products.make, dict[str, Factors[Linear]]()
         for name in here.keys() & self._experts.keys():
             for e, (a, b) in enumerate(zip(here[name].a, here[name].b, strict=True)):
                 found[f"{self._experts[name]}.{e}"] = Factors(make(a, None), (make(b, None),), (len(b),))
         return found
 
-    def _by_layer(self, parameters: ParameterSet, products: Mapping[str, Factors]) -> LowRankParts:
+    def _by_layer(self, parameters: ParameterSet, products: Mapping[str, Factors[Linear]]) -> LowRankParts:
         layers = [dict[str, tuple[Linear, Sequence[Linear | None]]]() for _ in range(self._layers)]
         for key, one in products.items():
             layer, name = key.split(".")
@@ -479,3 +486,10 @@ class LiveSets:
         for at, live in self._live.values():
             self._stacked.write(at, live)
         return True
+
+
+def _refuse_not_finite(name: str, tensors: Mapping[str, Tensor]) -> None:
+    sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors.values()])
+    doubtful = [name for name, sound in zip(tensors, sums.isfinite().tolist()) if not sound]
+    if bad := [name for name in doubtful if not bool(tensors[name].isfinite().all())]:
+        raise Refused(f"LoRA set {name!r}: {bad[0]} has values that are not finite; publish another version")
