@@ -314,7 +314,7 @@ async def _publishes(engine: TorchEngine, probes: Sequence[np.ndarray], verify_f
     )
     reports, spent_s = list[SyncReport](), list[float]()
     factors = [p for name, p in engine.model.named_parameters() if is_factor(name)]
-    for version in range(3 + 4 * REPEATS):
+    for version in range(3 + 20 * REPEATS):
         with torch.no_grad():
             for p in factors:
                 p.mul_(1.0 + 1e-6 * version)
