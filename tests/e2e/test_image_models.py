@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from image_tokenizers import marked_folder
 from safetensors.torch import load_file, save_file
 from small_runs import metrics_of, same_tensors, small_args, small_run
 from transformers import AutoModelForImageTextToText
@@ -18,6 +19,7 @@ from vision import model
 from verl import AutoModelForCausalLMWithValueHead, VerlConfig, VerlTrainer
 from verl.config.image_models import image_model_faults
 from verl.config.load import Resolved, load_config
+from verl.config.model_files import describe_model
 from verl.config.tree import changed
 from verl.config.validate import validate
 from verl.driver.assemble import context_of
@@ -31,6 +33,8 @@ from verl.model_engine.merging import write_merged
 from verl.models import tiny
 from verl.planner.disk import checkpoint_parts
 from verl.planner.memory import role_items
+from verl.planner.plan import make_plan
+from verl.planner.text import render_plan
 from verl.recipes import arithmetic
 from verl.track.samples import read_samples
 
@@ -171,6 +175,21 @@ def test_settings_that_some_families_cannot_have(
     (other / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"image_size": 8}}))
     crossed = changed(config, {"model.path": str(other)})
     assert re.match(line, next(iter(image_model_faults(crossed, "train", samples=True))))
+
+
+def test_the_plan_names_and_counts_padded_rows(arithmetic_data: Sequence[Path], tmp_path: Path) -> None:
+    """A pass has the prompt of a group once for each answer."""
+    folder, passes = marked_folder("mllama", tmp_path / "model"), dict[bool, int]()
+    text = ""
+    for shares in (True, False):
+        given = (f"model.engine_options.share_prefix={shares}", "step.max_tokens_per_microbatch=64")
+        plan = make_plan(load_config(small_args(tmp_path, folder, arithmetic_data, *given)).config)
+        passes[shares], text = plan.step.microbatches, render_plan(plan)
+    assert "trained on padded rows, prompts once per answer" in text and passes[True] == passes[False] > 1
+    made, facts = AutoModelForImageTextToText.from_pretrained(folder), describe_model(str(folder))
+    assert facts.parameters == sum(p.numel() for p in made.parameters())
+    seen = [name for name, _ in made.named_parameters() if "vision_model" in name or "multi_modal" in name]
+    assert facts.encoder_parameters == sum(dict(made.named_parameters())[name].numel() for name in seen)
 
 
 def test_a_fork_has_the_untrained_weights_of_its_checkpoint(

@@ -70,6 +70,8 @@ class ModelFacts:
     has_chat_template: bool
     model_type: str = ""
     """The family, as config.json names it."""
+    crossed: bool = False
+    """Layers of cross-attention read the images; rows are padded in training."""
     encoder_parameters: int = 0
     """The number of `parameters` of the parts that encode images."""
     states: RowStates = field(default_factory=RowStates)
@@ -156,6 +158,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     layers = _size(folder, config, "num_hidden_layers", "n_layer", "num_layers")
     return ModelFacts(
         states=row_states(config, layers),
+        crossed=(family := FAMILIES.get(name_of(full))) is not None and family.crossed,
         encoder_parameters=encoder,
         encoder_gathered=at_once,
         folder=str(folder),

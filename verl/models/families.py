@@ -352,7 +352,7 @@ FAMILIES: Mapping[str, ImageFamily] = {
 UNREAD: Mapping[str, str] = {
     "llava_onevision": "the features of an image depend on whether its prompt has another one",
     "gemma4": "each of its layers has embeddings of its own",
-    "kimi_k25": "transformers processes its images with torchvision alone",
+    "kimi_k25": "transformers processes its images with torchvision alone, and saves the weights of its tower permuted",
     "kimi_vl": "its code is that of its folder (trust_remote_code), and what that does with images is not known",
     "qwen2_5_omni": "sounds are not read",
     "qwen3_omni_moe": "sounds are not read",
@@ -378,11 +378,6 @@ def family_name(described: Mapping[str, Any]) -> str | None:
             f"those with one are {', '.join(FAMILIES)}"
         )
     return None
-
-
-def reads_by_crossing(kind: str) -> bool:
-    """Return True if layers of cross-attention read the images of a model of this type; its rows are padded."""
-    return kind in FAMILIES and FAMILIES[kind].crossed
 
 
 def name_of(described: Mapping[str, Any]) -> str:

@@ -17,7 +17,6 @@ from verl.config.schema import Config, OptimConfig
 from verl.data.files import expand_files, file_format
 from verl.driver.dispatch import count_microbatches
 from verl.driver.scheduler import Scheduler
-from verl.models.families import reads_by_crossing
 from verl.planner.memory import kv_bytes_per_token, state_bytes_per_row
 from verl.types import Ref, Refs
 
@@ -109,8 +108,7 @@ def _microbatches(config: Config, longest: int) -> int:
         for group in range(config.step.prompts_per_step // config.step.updates_per_step)
         for i in range(config.step.samples_per_prompt)
     )
-    options, kind = options_of(config, "model"), describe_model(config.model.path).model_type
-    shares = options.share_prefix and not reads_by_crossing(kind)
+    shares = options_of(config, "model").share_prefix and not describe_model(config.model.path).crossed
     return count_microbatches(rows, config.step.max_tokens_per_microbatch, shares_prefix=shares)
 
 

@@ -8,7 +8,6 @@ from verl.bounds import counted, size_text
 from verl.config.lora_layers import TrainedFactors
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
-from verl.models.families import reads_by_crossing
 from verl.planner.card import CardFacts, card_lines, check_card
 from verl.planner.clock import Pace
 from verl.planner.cluster import ClusterPlan
@@ -87,7 +86,7 @@ def _model_line(m: ModelFacts) -> str:
     return (
         f"{m.architecture}: {m.layers} layers, hidden {m.hidden}, {heads}, vocabulary {m.vocab:,}; "
         f"{m.parameters:,} parameters{encoder}{tied}; stored {size_text(m.stored_bytes)} {m.stored_dtype}"
-        f"{PADDED if reads_by_crossing(m.model_type) else ''}"
+        f"{PADDED if m.crossed else ''}"
     )
 
 
