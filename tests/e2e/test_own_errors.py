@@ -115,7 +115,7 @@ def test_a_refusal_is_one_line_whatever_raised_it(capsys):
 
 
 CATCHES = {  # where the command line, the driver and the workers catch a ValueError, and why it is not a step's
-    "cli.py _number": "a text of the command line that is no number, which is refused",
+    "driver/checked.py check_output": "an output of a user's loop, whose error gets the number of its branch",
     "driver/fleet.py Fleet._answer": "an error of a request of `verl replicas`, and its answer",
     "driver/identity.py _read": "a text that is no JSON",
     "driver/reporter.py Reporter.write_report": "a damaged record: it is printed, and the run continues",

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_runs import metrics_of, small_run
+from small_runs import launch, metrics_of, saved, small_args, state_of, trained, wait_for
 from tool_images import tool_file, tool_folder
 from vision import IMAGE, png
 
 from verl.agent_loop.tool_agent import ToolAgentLoop
+from verl.config.load import load_config
+from verl.driver.launch import run_rl
+from verl.driver.saved_images import images_of_tools
 from verl.track.events import read_events
 from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
@@ -29,7 +31,7 @@ STOPS = f"rollout.stop_token_ids={[*range(5, 45)]}"
 """A random model ends its turns soon, so that there is room for an image."""
 
 
-def run(root: Path, folder: Path, *more: str, calls: int = 1) -> Any:
+def args_of(root: Path, folder: Path, *more: str, calls: int = 1) -> list[str]:
     tools = tool_file(root / "look.py", calls=calls)
     (root / "reward.py").write_text(REWARD)
     images = [[png(*size, k)] for k, size in enumerate(SIZES)]
@@ -37,7 +39,7 @@ def run(root: Path, folder: Path, *more: str, calls: int = 1) -> Any:
     pq.write_table(pa.table({"prompt": prompts, "images": images, "ground_truth": ["1"] * 4}), root / "rows.parquet")
     given = ("data.max_prompt_tokens=48", f"reward.path={root / 'reward.py'}", f"agent.tools=[{tools}]", *more)
     own = ("run.total_steps=2", "rollout.max_response_tokens=72", "agent.format=hermes", STOPS)
-    return small_run(root, folder, [root / "rows.parquet"], *own, *given)
+    return small_args(root, folder, [root / "rows.parquet"], *own, *given)
 
 
 @pytest.mark.parametrize("loop", ["tool_agent@driver", "tool_agent"])
@@ -47,7 +49,7 @@ def test_images_of_tools_train(loop: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(MemoryMedia, "__init__", lambda self: (make(self), stores.append(self))[0])
     monkeypatch.setattr("verl.agent_loop.tool_agent.ToolAgentLoop._parse", ToolAgentLoop._parse)  # the tool sets it
     folder = tool_folder(tmp_path / "model", "qwen3_vl")
-    assert run(tmp_path, folder, f"agent.loop={loop}").steps == 2
+    assert run_rl(load_config(args_of(tmp_path, folder, f"agent.loop={loop}")), quiet=True).steps == 2
     metrics = metrics_of(tmp_path / "r")
     assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 < metrics[step]["actor/grad_norm"] for step in (1, 2))
     rows = [row for step in (1, 2) for row in read_samples(tmp_path / "r", step)]
@@ -55,3 +57,24 @@ def test_images_of_tools_train(loop: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(IMAGE in row.response_ids[row.response_mask == 0] for row in rows)
     assert all(len(store) == 0 for store in stores) and not (tmp_path / "r" / "tool_images").exists()
     assert all(e.data["images"] == 1 for e in read_events(tmp_path / "r", {"tool"}))
+
+
+@pytest.mark.slow
+def test_a_killed_run_goes_on_with_the_images_of_groups_in_flight(tmp_path: Path) -> None:
+    """The tool is not called again for them: their content is that of the checkpoint."""
+    ahead = ("pipeline.staleness=1", "run.total_steps=6", "run.save_every_steps=1", "run.grace_s=1")
+    args, log = args_of(tmp_path, tool_folder(tmp_path / "model", "qwen3_vl"), *ahead), tmp_path / "log"
+    out = tmp_path / "r"
+    process = launch(args, log)
+    wait_for(lambda: process.poll() is not None or saved(out) >= 2, 200, "step 2")
+    process.kill()
+    process.wait(30)
+    step = saved(out)
+    groups = state_of(out, step).groups
+    images = set().union(*map(images_of_tools, groups))
+    assert images and all(g.complete for g in groups if images_of_tools(g)), log.read_text()[-3000:]
+    assert launch(args, log).wait(200) == 0, log.read_text()[-3000:]
+    assert sorted(trained(out)) == [1, 2, 3, 4, 5, 6]
+    inflight = {g.group_id for g in groups}
+    later = {row.group_id for k in (step + 1, step + 2) for row in read_samples(out, k)}
+    assert inflight & later and not (out / "tool_images").exists()

@@ -60,6 +60,9 @@ def test_by_steps():
     assert saves(1.0, 50.0, 9, every=3) == [3.0, 3.0, 3.0] and saves(9999.0, 1.0, 9, every=0) == []
 
 
+NO_MEDIA = SimpleNamespace(media=None)
+
+
 class Model:
     """answers: what the futures of a save end with; None: never."""
 
@@ -76,9 +79,11 @@ class Model:
 def checkpointer_of(tmp_path: Any, model: Any, told: list[str], needed_bytes: int, wait_timeout_s: float) -> Any:
     run = SimpleNamespace(save_every_steps=1, grace_s=1.0, wait_timeout_s=wait_timeout_s)
     config, cluster = SimpleNamespace(run=run), SimpleNamespace(own_processes=True, drivers=None)
-    learner: Any = SimpleNamespace(config=config, models={"actor": model}, waits=Waits(), cluster=cluster)
+    learner: Any = SimpleNamespace(
+        config=config, models={"actor": model}, waits=Waits(), cluster=cluster, queue=NO_MEDIA
+    )
     learner.done = partial(Learner.done, learner)
-    claimed: Any = SimpleNamespace(state=None, store=CheckpointStore(tmp_path), records="elsewhere")
+    claimed: Any = SimpleNamespace(path=tmp_path, state=None, store=CheckpointStore(tmp_path), records="elsewhere")
     reporter: Any = SimpleNamespace(progress=SimpleNamespace(message=told.append), events=SimpleNamespace(append=print))
     return Checkpointer(claimed, learner, ("actor",), needed_bytes, reporter)
 

@@ -329,7 +329,7 @@ ODD: list[tuple[Any, str]] = [
 def test_whatever_a_tool_returns_is_an_answer(value, said):
     tokenizer, _, manager, found, out = played([returns(value)], LOOK, "Done.")
     assert said in text_of(tokenizer, found.segments, "env")[0] and found.stop_reason == "eos"
-    assert manager.counts["tool_errors"] == ("Error" in said or "images" in said)
+    assert manager.counts["tool_errors"] == ("Error" in said or "returned" in said)
     assert out[-1].extra_fields.get("tool_rewards") == ([0.5] if isinstance(value, tuple) else None)
     paid = [s.side["turn_reward"].sum() for s in found.segments if s.source == "sampled"]
     assert paid == [0.5 if isinstance(value, tuple) else 0, 0], "at the turn that called it"

@@ -26,7 +26,10 @@ from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tool_agent import ToolAgentLoop
 from verl.chat.parsing import ToolCall, Turn
 from verl.config.schema import Config
+from verl.data.source import Draw
 from verl.driver.checked import check_output
+from verl.driver.saved_images import HeldImages, SavedImages
+from verl.driver.state import SavedGroup, save_group
 from verl.driver.task_media import ImageStoringEngine, ToolImages
 from verl.rollout.base import Completion, GenerateRequest
 from verl.tools import ToolBroken, ToolResponse
@@ -34,7 +37,7 @@ from verl.tools.answers import NO_IMAGES, ReturnedImage, answer_of, content_of
 from verl.tools.mcp import _answer
 from verl.tools.pictures import without_images
 from verl.transfer_queue.media import FolderMedia, MemoryMedia
-from verl.types import Medium, Sampling
+from verl.types import Group, Medium, Sampling, Segment, Task, Trajectory
 
 USER = {"role": "user", "content": "what?"}
 CAT, DOG = png(12, 8, 1), png(8, 8, 2)  # six tokens, and four
@@ -250,3 +253,42 @@ def test_an_image_of_an_mcp_server_is_one_and_a_model_of_text_gets_a_note() -> N
     assert failed.error == "exception" and failed.text == f"Error: look failed: {NO_IMAGES}"
     wrong = _answer(SimpleNamespace(content=blocks[:2], structured_content=None, is_error=True), "")
     assert wrong.error == "exception" and wrong.parts[:2] == ("Error:", "a cat")
+
+
+def test_images_of_groups_in_flight_are_kept_with_their_checkpoint(tmp_path: Path) -> None:
+    """Those of a state are held until the second one after it, and those of a checkpoint until it is pruned."""
+    queue, kept, again, checkpoints = MemoryMedia(), MemoryMedia(), MemoryMedia(), tmp_path / "checkpoints"
+    names = [queue.put(content, "group g1") for content in (CAT, DOG)]
+
+    def in_flight(name: str) -> SavedGroup:
+        image = Segment(ids=np.full(8, IMAGE), source="env", media=(Medium(name, 1, 6),))
+        sampled = Segment(ids=np.array([1]), source="sampled", logprobs=np.zeros(1, np.float32), version=0)
+        prompt = Segment(ids=np.full(8, IMAGE), source="prompt", media=(Medium("a file of the row", 1, 6),))
+        made = Trajectory(
+            **{name: "g1" for name in ("trajectory_id", "group_id", "task_id")},
+            **{"index": 0, "purpose": "train", "attempt": 0, "sampling": Sampling(max_tokens=9), "stop_reason": "eos"},
+            segments=(prompt, image, sampled),
+        )
+        task = Task(task_id="g1", index=0, messages=(), prompt_ids=np.zeros(1, np.int64))
+        group = Group(group_id="g1", task=task, epoch=0, draw=0, admitted_version=0, trajectories=(made,))
+        return save_group(group, Draw(index=0, epoch=0, draw=0), True)
+
+    first, second, held = in_flight(names[0]), in_flight(names[1]), HeldImages(queue)
+    held.hold([first])
+    queue.drop(["group g1"])
+    assert queue.get(names[0]) == CAT
+    saved = SavedImages(queue, kept, checkpoints)
+    saved.save(1, [first])
+    (checkpoints / "step_1").mkdir(parents=True)
+    SavedImages(again, kept, checkpoints).restore([first], kept)
+    assert again.get(names[0]) == CAT and len(again) == 1
+    again.drop(["group g1"])
+    assert len(again) == 0, "its group owns it"
+    names[1] = queue.put(DOG, "group g2")
+    held.hold([second])
+    held.hold([])
+    assert len(queue) == 1, "that of the last but one state"
+    (checkpoints / "step_1").rename(checkpoints / "step_2")
+    SavedImages(queue, kept, checkpoints).save(3, [second])
+    saved.save(2, [second])
+    assert len(kept) == 1 and kept.get(names[1]) == DOG, "the first checkpoint was pruned"

@@ -19,9 +19,11 @@ from typing import TypeVar
 import msgspec
 
 from verl.checkpoint.store import is_late
+from verl.driver.assemble_images import media_of_run
 from verl.driver.reporter import Reporter, due
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir
+from verl.driver.saved_images import SavedImages
 from verl.driver.state import DriverState, hidden, write_state
 from verl.driver.stopping import Stopped, StopRequest
 from verl.errors import Refused
@@ -83,6 +85,8 @@ class Checkpointer:
         self.cadence = Cadence(learner.config.run.save_every_steps, needed_bytes / BYTES_PER_S)
         self.stop = StopRequest(reporter.progress, learner.config.run.grace_s, self._save_s)
         self._under_way: asyncio.Task[None] | None = None
+        kept = media_of_run(claimed.path)
+        self._images = SavedImages(learner.queue.media, kept, claimed.path / "checkpoints")
         self.newest = claimed.state.step if claimed.state else 0  # step of the newest complete checkpoint
         self._written = self.newest  # step of the checkpoint that was started last
         self._held: int | None = None  # step of the copy that the workers keep
@@ -105,6 +109,7 @@ class Checkpointer:
         claimed, groups = self._claimed, tuple(hidden(group, self._claimed.hide) for group in state.groups)
         state = msgspec.structs.replace(state, identity=claimed.identity, parent=claimed.parent, groups=groups)
         events, began_s = self._reporter.events, time.monotonic()
+        await asyncio.to_thread(self._images.save, state.step, groups)
         events.flush(fsync=True)  # the state's groups continue after a resume without new events
         self._written = state.step
         if self._held == state.step:
@@ -285,6 +290,7 @@ class Checkpointer:
             return None
         for role in self._trained:
             await load_role(self._learner, role, checkpoint)
+        self._images.restore(state.groups, media_of_run(checkpoint.parent.parent))
         if state.controllers is not None:  # keys that a fork changes keep their new values
             changed, now = self._claimed.changed, self._learner.controllers
             if not any(key.startswith("algorithm.kl_reward") for key in changed):

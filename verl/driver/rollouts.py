@@ -22,6 +22,7 @@ from verl.algorithms.filters import reject_flat
 from verl.algorithms.resolve import Algorithm
 from verl.data.source import TaskTable
 from verl.driver.queue_rows import QueueRows
+from verl.driver.saved_images import HeldImages
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
 from verl.driver.task_media import TaskMedia, owner_of_group
@@ -143,6 +144,7 @@ class RolloutManager:
     def __post_init__(self) -> None:
         self._wait_s = self.timeout_s + self.trajectories.longest_s
         self.media = TaskMedia(self.rows.queue.media)
+        self._held_images = HeldImages(self.rows.queue.media)
         self._invalid = InvalidShare(self.max_invalid_share, least=4 * self.samples_per_prompt)
         self._closed = False
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -238,6 +240,8 @@ class RolloutManager:
             else:
                 self._start(group)
         for group_id in found.dropped:
+            if self.media.store is not None:
+                self.media.store.drop([owner_of_group(group_id)])  # images of its tools
             if group_id in by_id:
                 self.cursor.give_back(by_id[group_id].draw)
 
@@ -248,6 +252,7 @@ class RolloutManager:
             complete = group_id in self._refs
             ended = group.trajectories if complete else tuple(self._done.get(group_id, group.trajectories))
             out.append(save_group(replace(group, trajectories=ended), self._draws[group_id], complete))
+        self._held_images.hold(out)
         return tuple(out)
 
     def take_stats(self) -> RolloutStats:
