@@ -91,6 +91,7 @@ SEEN = "tests/numerics/test_vision_rollout.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
 VLLM_LINES = "tests/unit/test_rollout_vllm.py"
 AWAY = "tests/numerics/test_offload_pinned.py"
+TABLE = "tests/numerics/test_accel_table.py"
 CRC, PANELS = "tests/unit/test_crc.py", "tests/numerics/test_rollout_numerics.py"
 WIRE, SLICES = "tests/unit/test_wire_format.py", "tests/distributed/test_parts_sync.py"
 STAGING, SENDING = "tests/distributed/test_publish_faults.py", "tests/distributed/test_publish_memory.py"
@@ -940,6 +941,8 @@ MUTANTS = (
     Mutant("weight_sync/sender.py", "own and not self._lasts(name)", "own", FACTORS),
     Mutant("rollout/native/codes.py", "if self._lasting[name] and", "if", CODES),
     Mutant("rollout/native/weights.py", "return x.float() if self.wide_residual else x", "return x", PANELS),
+    Mutant("accel/cpu/training.py", "*ctx.saved_tensors, back=True)", "*ctx.saved_tensors)", TABLE),
+    Mutant("accel/cpu/training.py", "weight.detach(), eps, exact=True)", "weight.detach(), eps)", TABLE),
     Mutant("accel/cpu/kernels.py", '"linear" if out.dtype == self.dtype else "linear_wide"', '"linear"', PANELS),
     Mutant("accel/cpu/kernels.py", '"pack" if weight.dtype == torch.float32 else "repack"', '"pack"', PANELS),
     Mutant("rollout/native/codes.py", "pairs=self.pairs, add=add)", "pairs=0, add=add)", CODES),

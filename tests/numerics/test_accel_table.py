@@ -261,8 +261,9 @@ def check_row(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: in
         compare(mine[i], exact[i], kernel.tolerance[dtype])
 
 
+LEAVES_OF_TWO = ("trained_rms_norm", "trained_swiglu")
 LEAVES = {"trained_rotation": 1, "trained_attention": 3}
-"""The first arguments that have a gradient; 2 of other operations."""
+"""The first arguments that have a gradient; 2 of `LEAVES_OF_TWO`."""
 
 
 def check_gradient(
@@ -275,7 +276,7 @@ def check_gradient(
         for leaf in leaves:
             leaf.requires_grad_()
         out = function(*args)
-        if kernel.operation in ("trained_rms_norm", "trained_swiglu"):  # nn/recompute.py computes it again from these
+        if kernel.operation in LEAVES_OF_TWO:  # nn/recompute.py computes it again from these
             saved = out.grad_fn.saved_tensors[:2]
             assert all(torch.equal(x, y) for x, y in zip(saved, args, strict=False))
         upstream = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape)
@@ -283,6 +284,35 @@ def check_gradient(
     for number_of, (ours, theirs) in enumerate(zip(*results, strict=True)):
         summed = number_of == 2 and kernel.operation == "trained_rms_norm"  # over rows
         compare(ours, theirs, kernel.tolerance[dtype] * (40 if summed else 4))
+
+
+TRAINED_IN_BFLOAT16 = [
+    k for k in KERNELS if k.name == COMPILED and k.operation in LEAVES_OF_TWO and torch.bfloat16 in k.tolerance
+]
+
+
+@pytest.mark.parametrize("kernel", TRAINED_IN_BFLOAT16, ids=lambda k: k.operation)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 10.0])
+def test_bfloat16_of_compiled_training_is_rounded_without_bias(kernel: Kernel, scale: float) -> None:
+    """Results and gradients are as near float64 as torch's are, and their errors have no common direction: truncation
+    in place of rounding to nearest shrinks all of them by some thousandths, which is within every tolerance."""
+    use, rng = Use(torch.device("cpu"), torch.bfloat16), torch.Generator().manual_seed(0)
+    compiled, torchs = kernel.load(use), choose(kernel.operation, use, without=(COMPILED,))
+    if isinstance(compiled, str):
+        pytest.skip(compiled)
+    assert torchs is not None
+    first, second, upstream = (torch.randn(8192, 48, generator=rng).bfloat16() for _ in range(3))
+    weight = 0.5 + torch.rand(48, generator=rng)
+    given = ((scale * first).bfloat16(), weight, 1e-6) if "norm" in kernel.operation else (scale * first, second)
+    results = []
+    for call, dtype in ((compiled, None), (torchs.call, None), (torchs.call, torch.float64)):
+        args = [x.to(dtype or x.dtype).requires_grad_() if isinstance(x, Tensor) else x for x in given]
+        leaves = [x for x in args if isinstance(x, Tensor)]
+        out = call(*(x.clone() if isinstance(x, Tensor) else x for x in args))
+        results.append([x.detach().double() for x in (out, *torch.autograd.grad(out, leaves, upstream.to(out)))])
+    for ours, theirs, exact in zip(*results, strict=True):
+        assert (ours - exact).norm() <= 1.03 * (theirs - exact).norm() + 1e-6 * exact.norm()
+        assert abs(float(((ours - exact) * exact).sum() / (exact * exact).sum())) < 3e-4
 
 
 def check_draw(ours: Tensor, theirs: Tensor, exact: list[Tensor], error: float) -> None:

@@ -72,7 +72,7 @@ def test_the_kernel_of_each_operation_and_the_reason_for_it(capsys, monkeypatch)
     monkeypatch.setattr(doctor, "PROBE_S", 0.01)
     assert main(["doctor"]) == 0
     page = capsys.readouterr().out
-    assert "kernels on cpu in float32:\n  rms_norm: kernels.c\n" in page and "  trained_rotation: torch\n" in page
+    assert "kernels on cpu in float32:\n  rms_norm: kernels.c\n" in page and "  truncate: torch\n" in page
     monkeypatch.setattr("verl.accel.cpu.rows.load_kernels", lambda dtype: "no C compiler on this machine")
     assert main(["doctor"]) == 0
     assert "  rms_norm: torch (not kernels.c: no C compiler on this machine)\n" in capsys.readouterr().out

@@ -354,54 +354,28 @@ static void product_float32(
 #include "delta.c"
 #include "tiles.c"
 
-/* ---- training, float32 ---- */
-
-/* Of y = x / rms(x) * weight [n, width], given dy: dx [n, width], and dweight [threads, width], zeros before, whose sum
- * over threads is the gradient of the weight. */
-void rms_norm_backward(
-    const float *x, const float *weight, const float *dy, float *dx, double *dweight, long n, long width, float eps, long threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)
-    for (long part = 0; part < threads; part++) {
-        double *sum = dweight + part * width;
-        for (long row = n * part / threads; row < n * (part + 1) / threads; row++) {
-            const float *a = x + row * width, *d = dy + row * width;
-            float *out = dx + row * width, along = 0;
-            const float inverse = 1.0f / sqrtf(dot(a, a, width) / (float)width + eps);
-#pragma omp simd reduction(+ : along)
-            for (long i = 0; i < width; i++) along += d[i] * weight[i] * a[i];
-            along *= inverse * inverse / (float)width;
-            for (long i = 0; i < width; i++) out[i] = inverse * (d[i] * weight[i] - a[i] * along);
-            for (long i = 0; i < width; i++) sum[i] += (double)(d[i] * (a[i] * inverse));
-        }
-    }
-}
-
 #define RUN 4096 /* values per turn of a parallel loop over a flat array */
 
-/* out [n] = gate / (1 + e^-gate) * up */
-void swiglu(const float *restrict gate, const float *restrict up, float *restrict out, long n, long threads) {
+/* out = x [n, heads, dim] turned by cos and sin [n, dim], pairs (i, i + dim / 2); back: the gradient of x, given that of out as x */
+void rotation(
+    const float *x, const float *cos, const float *sin, float *restrict out, long n, long heads, long dim, long back, long threads) {
+    const long half = dim / 2;
     (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > WORTH_A_TEAM)
-    for (long start = 0; start < n; start += RUN) {
-        const long end = start + RUN < n ? start + RUN : n;
-#pragma omp simd
-        for (long i = start; i < end; i++) out[i] = gate[i] / (1.0f + exp_fast(-gate[i])) * up[i];
-    }
-}
-
-void swiglu_backward(
-    const float *restrict gate, const float *restrict up, const float *restrict dy, float *restrict dgate, float *restrict dup, long n,
-    long threads) {
-    (void)threads;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > WORTH_A_TEAM)
-    for (long start = 0; start < n; start += RUN) {
-        const long end = start + RUN < n ? start + RUN : n;
-#pragma omp simd
-        for (long i = start; i < end; i++) {
-            const float share = 1.0f / (1.0f + exp_fast(-gate[i]));
-            dgate[i] = dy[i] * up[i] * share * (1.0f + gate[i] * (1.0f - share));
-            dup[i] = dy[i] * gate[i] * share;
-        }
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * heads * dim > WORTH_A_TEAM)
+    for (long t = 0; t < n; t++) {
+        const float *c = cos + t * dim, *s = sin + t * dim, *a = x + t * heads * dim;
+        float *y = out + t * heads * dim;
+        for (long h = 0; h < heads; h++, a += dim, y += dim)
+            if (back)
+                for (long i = 0; i < half; i++) {
+                    y[i] = a[i] * c[i] + a[half + i] * s[half + i];
+                    y[half + i] = a[half + i] * c[half + i] - a[i] * s[i];
+                }
+            else
+                for (long i = 0; i < half; i++) {
+                    y[i] = a[i] * c[i] - a[half + i] * s[i];
+                    y[half + i] = a[half + i] * c[half + i] + a[i] * s[half + i];
+                }
     }
 }
 
@@ -483,22 +457,23 @@ static inline const float *widened(const bf16 *source, float *buffer, long count
 #else /* ---- typed ---- */
 
 /* out [n, width] = x / rms(x) * weight */
-#define NORM(name, X, READ) \
-    void name(const X *xs, const float *weight, T *outs, long n, long width, float eps, long threads) { \
+#define NORM(name, X, READ, Y, WRITE) \
+    void name(const X *xs, const float *weight, Y *outs, long n, long width, float eps, long threads) { \
         (void)threads; \
         _Pragma("omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)") \
         for (long row = 0; row < n; row++) { \
             const X *x = xs + row * width; \
-            T *out = outs + row * width; \
+            Y *out = outs + row * width; \
             float sum = 0; \
             _Pragma("omp simd reduction(+ : sum)") \
             for (long i = 0; i < width; i++) sum += READ(x[i]) * READ(x[i]); \
             float scale = 1.0f / sqrtf(sum / (float)width + eps); \
-            for (long i = 0; i < width; i++) out[i] = STORE(READ(x[i]) * scale * weight[i]); \
+            for (long i = 0; i < width; i++) out[i] = WRITE(READ(x[i]) * scale * weight[i]); \
         } \
     }
-NORM(NAME(rms_norm), T, LOAD)
-NORM(NAME(rms_norm_wide), float, (float))
+NORM(NAME(rms_norm), T, LOAD, T, STORE)
+NORM(NAME(rms_norm_wide), float, (float), T, STORE)   /* of a residual stream */
+NORM(NAME(rms_norm_exact), T, LOAD, float, (float)) /* for training */
 #undef NORM
 
 /* gate_up [n, 2 width] -> out [n, width] = act(gate) up. kind 0: SiLU, 1: GELU by tanh */
@@ -688,5 +663,57 @@ void NAME(layers)(
     }
 }
 #endif
+
+/* ---- training: with weights in float32, and gradients of what is float32 in float32 ---- */
+
+/* Of float32 y = x / rms(x) * weight [n, width], given dy: dx [n, width], and dweight [threads, width], zeros before, whose sum
+ * over threads is the gradient of the weight. */
+void NAME(rms_norm_backward)(
+    const T *x, const float *weight, const float *dy, T *dx, double *dweight, long n, long width, float eps, long threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)
+    for (long part = 0; part < threads; part++) {
+        double *sum = dweight + part * width;
+        float buffer[sizeof(T) < sizeof(float) ? width : 1];
+        (void)buffer;
+        for (long row = n * part / threads; row < n * (part + 1) / threads; row++) {
+            const float *a = FLOATS(x + row * width, buffer, width), *d = dy + row * width;
+            T *out = dx + row * width;
+            float along = 0;
+            const float inverse = 1.0f / sqrtf(dot(a, a, width) / (float)width + eps);
+#pragma omp simd reduction(+ : along)
+            for (long i = 0; i < width; i++) along += d[i] * weight[i] * a[i];
+            along *= inverse * inverse / (float)width;
+            for (long i = 0; i < width; i++) out[i] = STORE(inverse * (d[i] * weight[i] - a[i] * along));
+            for (long i = 0; i < width; i++) sum[i] += (double)(d[i] * (a[i] * inverse));
+        }
+    }
+}
+
+/* out [n] = gate / (1 + e^-gate) * up */
+void NAME(swiglu)(const T *restrict gate, const T *restrict up, T *restrict out, long n, long threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > WORTH_A_TEAM)
+    for (long start = 0; start < n; start += RUN) {
+        const long end = start + RUN < n ? start + RUN : n;
+#pragma omp simd
+        for (long i = start; i < end; i++) out[i] = STORE(LOAD(gate[i]) / (1.0f + exp_fast(-LOAD(gate[i]))) * LOAD(up[i]));
+    }
+}
+
+void NAME(swiglu_backward)(
+    const T *restrict gate, const T *restrict up, const T *restrict dy, T *restrict dgate, T *restrict dup, long n,
+    long threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > WORTH_A_TEAM)
+    for (long start = 0; start < n; start += RUN) {
+        const long end = start + RUN < n ? start + RUN : n;
+#pragma omp simd
+        for (long i = start; i < end; i++) {
+            const float g = LOAD(gate[i]), share = 1.0f / (1.0f + exp_fast(-g));
+            dgate[i] = STORE(LOAD(dy[i]) * LOAD(up[i]) * share * (1.0f + g * (1.0f - share)));
+            dup[i] = STORE(LOAD(dy[i]) * g * share);
+        }
+    }
+}
 
 #endif

@@ -94,6 +94,10 @@ class SetRowsPointers(ctypes.Structure):
 TYPED = {  # one function per dtype
     "rms_norm": (Address,) * 3 + (c_long,) * 2 + (c_float, c_long),
     "rms_norm_wide": (Address,) * 3 + (c_long,) * 2 + (c_float, c_long),
+    "rms_norm_exact": (Address,) * 3 + (c_long,) * 2 + (c_float, c_long),
+    "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
+    "swiglu": (Address,) * 3 + (c_long,) * 2,
+    "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
     "gated": (Address,) * 2 + (c_long,) * 4,
     "attend": (Address,) * 9 + (c_long,) * 6 + (c_float,) * 3,
     "sample": (Address,) * 6 + (c_long,) * 2,
@@ -116,9 +120,7 @@ FLOAT32 = {
     "scan": (Address, c_long, *(Address,) * 3),
     "pack_each": (Address, c_long),
     "sums_of": (Address, c_long, Address),
-    "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
-    "swiglu": (Address,) * 3 + (c_long,) * 2,
-    "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
+    "rotation": (Address,) * 4 + (c_long,) * 5,
 }
 
 
@@ -228,34 +230,50 @@ class Kernels:
         self.functions["scan"](given, len(counts), found, values, sums)
         return found, list(values.split(counts)), sums.tolist()
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, *, exact: bool = False) -> Tensor:
         """Return x [n, width], which may be float32, normed by its root mean square and multiplied by weight [width]
-        float32, in the dtype of these kernels."""
+        float32, in the dtype of these kernels, or with `exact` in float32."""
         assert x.is_contiguous() and weight.dtype == torch.float32 and x.dtype in (self.dtype, torch.float32)
-        out = torch.empty_like(x, dtype=self.dtype)
-        norm = self.functions["rms_norm" if x.dtype == self.dtype else "rms_norm_wide"]
+        assert not exact or x.dtype == self.dtype
+        out = torch.empty_like(x, dtype=torch.float32 if exact else self.dtype)
+        name = "rms_norm_exact" if exact else "rms_norm" if x.dtype == self.dtype else "rms_norm_wide"
+        norm = self.functions[name]
         norm(x, weight, out, *x.shape, eps, torch.get_num_threads())
         return out
 
     def rms_norm_backward(self, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the gradients of `rms_norm`, dx [n, width] and dweight [width] float64, for x, dy [n, width] and
-        weight [width], all float32."""
+        """Return the gradients of the exact `rms_norm`, dx [n, width] and dweight [width] float64, for x [n, width],
+        and dy [n, width] and weight [width], both float32."""
+        assert x.dtype == self.dtype and dy.dtype == weight.dtype == torch.float32
         threads = torch.get_num_threads()
         dx, sums = torch.empty_like(x), torch.zeros(threads, len(weight), dtype=torch.float64)
         self.functions["rms_norm_backward"](x, weight, dy, dx, sums, *x.shape, eps, threads)
         return dx, sums.sum(0)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Return silu(gate) * up of float32 tensors of one shape."""
+        """Return silu(gate) * up of tensors of one shape."""
+        assert gate.dtype == up.dtype == self.dtype
         out = torch.empty_like(gate)
         self.functions["swiglu"](gate, up, out, gate.numel(), torch.get_num_threads())
         return out
 
     def swiglu_backward(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients (dgate, dup) of `swiglu`."""
+        assert gate.dtype == up.dtype == dy.dtype == self.dtype
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         self.functions["swiglu_backward"](gate, up, dy, dgate, dup, gate.numel(), torch.get_num_threads())
         return dgate, dup
+
+    def rotation(self, x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+        """Return x [T, h, D] cos + rotate_half(x) sin for cos and sin [T, 1, D], float32. back: the gradient of x,
+        given that of the result as x."""
+        assert (
+            all(t.is_contiguous() and t.dtype == torch.float32 for t in (x, cos, sin))
+            and cos.numel() == len(x) * x.shape[2]
+        )
+        out = torch.empty_like(x)
+        self.functions["rotation"](x, cos, sin, out, *x.shape, back, torch.get_num_threads())
+        return out
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """Return act(gate) * up [n, ffn] for gate_up [n, 2 ffn]."""
