@@ -76,6 +76,11 @@ PARTS: Mapping[str, Part] = {
         proof={"cpu": f"{PYTEST} tests/distributed/test_gate.py"},
         limits="gloo on one machine; NCCL and several machines: never",
     ),
+    "model.megatron": Part(
+        about="Megatron-Core 0.19 in an environment of its own: tensor, pipeline, expert and data ranks, padded rows",
+        proof={"cpu": "make test-megatron"},
+        limits="its local layers on gloo; Transformer Engine, NCCL and GPUs: never",
+    ),
     "rollout.native": Part(
         about="our engine: Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Gemma 2 and 3 text",
         proof=_contract("rollout", "native"),

@@ -102,6 +102,11 @@ MODEL: Table = {
         faults="verl.model_engine.faults:sharded_faults",
         sibling="verl.model_engine.rank_engine:build_rank_sibling",
     ),
+    "megatron": Backend(
+        build="verl.model_engine.megatron:build",
+        options="verl.model_engine.megatron_options:Options",
+        faults="verl.model_engine.megatron_options:megatron_faults",
+    ),
 }
 ROLLOUT: Table = {
     "native": Backend(

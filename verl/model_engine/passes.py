@@ -225,19 +225,24 @@ class Passes:
         local = self.local
 
         def read(rows: Tensor, which: Which) -> dict[str, Tensor]:
-            lm_head = local.model.get_output_embeddings()
-            bias = lm_head.bias if isinstance(lm_head, nn.Linear) else None
-            weight, rows = local.local(lm_head.weight), rows.to(self.compute)
+            weight, bias = self._head()
+            rows = rows.to(self.compute)
             if local.settings.head_dtype == "float32" and self.compute != self._precision.master:
                 # of the numbers that the rollout's head multiplies; those of a copy are rounded
                 rows = rows.to(self._precision.master)
                 weight = weight if weight.dtype == self.compute else rounded_weight(weight, self.compute)
-            head = HeadWeights(weight, None if bias is None else local.local(bias), self._logit_cap)
+            head = HeadWeights(weight, bias, self._logit_cap)
             given: Any = {"vocabulary": local.vocabulary, "teacher": self._teacher, "k": self._top_k}
             given["banned"] = local.settings.banned
             return lm_outputs(rows, head, batch, which, wanted, **given)
 
         return self._read(batch, self._hidden(batch), batch.target_from, read)
+
+    def _head(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias of the language-model head, or of this rank's slice of it."""
+        lm_head = self.local.model.get_output_embeddings()
+        bias = lm_head.bias if isinstance(lm_head, nn.Linear) else None
+        return self.local.local(lm_head.weight), None if bias is None else self.local.local(bias)
 
     def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
         """Return `fn(hidden states [n, H] at index, their positions in index)`: outputs [n] by name."""

@@ -1,0 +1,114 @@
+"""Megatron-Core on a device that is not CUDA: the version that this engine is written for, and the few places where it
+names CUDA although nothing of CUDA is used.
+
+Nothing is changed on a GPU. On a CPU the changes are made inside `computing_on` and undone after it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from verl.errors import Refused
+
+SUPPORTED = "0.19."
+INSTALL = "pip install --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0"
+logger = logging.getLogger(__name__)
+
+
+def check_version() -> None:
+    """Raise Refused if Megatron-Core is missing, or is another version than this engine is written for."""
+    try:
+        found = version("megatron-core")
+    except PackageNotFoundError:
+        raise Refused(f"model.engine=megatron: Megatron-Core is missing in {sys.executable}: {INSTALL}") from None
+    if not found.startswith(SUPPORTED):
+        raise Refused(f"model.engine=megatron: megatron-core {found} is not {SUPPORTED}x, which it is for: {INSTALL}")
+    if sys.version_info < (3, 12):
+        logger.info("megatron-core %s declares Python 3.12; it runs on %s too", found, sys.version.split()[0])
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Inside the context Megatron does not warn that optional packages are missing, nor that GPTModel is deprecated."""
+    gpt = logging.getLogger("megatron.core.models.gpt.gpt_model")
+    level = gpt.level
+    gpt.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        gpt.setLevel(level)
+
+
+class _OnHost(TorchFunctionMode):
+    """Tensors that are wanted on `cuda` are made on the CPU, and the optimizers, which compare names of types, see a
+    float32 tensor as one of CUDA."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        device = given.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            given["device"] = torch.device("cpu")
+        if func is Tensor.cuda:
+            return args[0]
+        found = func(*args, **given)
+        if func is Tensor.type and found == "torch.FloatTensor":
+            return "torch.cuda.FloatTensor"
+        return found
+
+
+class _NoStream:
+    """A stream of a device that computes in order: nothing waits."""
+
+    def __init__(self, device: object = None) -> None:
+        self.device = device
+
+    def wait_stream(self, other: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: object = None) -> _NoStream:
+        return self
+
+
+def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Return a tensor of the CPU as Megatron returns one of CUDA: it leaves out the conversion of what is there."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """Return a context in which Megatron computes on this device."""
+    if device.type == "cuda":
+        yield
+        return
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (torch.cuda, "current_device", lambda: torch.device("cpu")),
+            (torch.cuda, "current_stream", _NoStream),
+            (torch.cuda, "Stream", _NoStream),
+            (torch.cuda, "stream", lambda stream: nullcontext()),
+            (torch.cuda, "synchronize", lambda device=None: None),
+            (token_dispatcher, "maybe_move_tensor_to_cpu", _moved_to_cpu),
+            (random.CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()),
+            (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
+            (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+        ):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        stack.enter_context(_OnHost())
+        yield
