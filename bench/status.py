@@ -131,6 +131,10 @@ PARTS: Mapping[str, Part] = {
         limits="one machine",
     ),
     "cluster.inproc": Part(about="one process", proof=_contract("worker_group", "test_")),
+    "cluster.processes": Part(
+        about="ranks in child processes of any interpreter, on one machine",
+        proof={"cpu": f"{PYTEST} tests/distributed/test_child_workers.py tests/distributed/test_child_engine.py"},
+    ),
     "cluster.ray": Part(
         about="ranks and replicas in processes of their own, with restarts",
         proof={"cpu": f"{PYTEST} tests/distributed/test_ray_workers.py tests/distributed/test_three_nodes.py"},

@@ -81,14 +81,8 @@ class FolderWeights:
 async def _serve(config: Config, sock: socket.socket) -> None:
     from verl.chat.template import audit_template
     from verl.driver.assemble import rollout_engine
-    from verl.driver.setup import (
-        decoder,
-        device_of,
-        load_tokenizer_of,
-        set_up_process,
-        template_lines,
-        with_native_dtype,
-    )
+    from verl.driver.setup import decoder, device_of, load_tokenizer_of, template_lines, with_native_dtype
+    from verl.driver.worker_setup import set_up_process
     from verl.model_engine.quantised_parts import load_dequantised
     from verl.rollout.server.app import make_app, run_app
     from verl.rollout.server.service import Service

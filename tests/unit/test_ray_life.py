@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import Future
-from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from verl.workers import process_group
 from verl.workers.answers import CONSEQUENCES, MeetingEnded, RankAnswer, failed_answer, first_failure
+from verl.workers.process_group import ProcessGroup
 from verl.workers.ray import life
-from verl.workers.ray.group import RayGroup
 from verl.workers.ray.life import ActorLife
-
-
-class Ray:
-    """A Ray of which one call is answered at each check, in the order of `refs`."""
-
-    exceptions = SimpleNamespace(RayActorError=type("RayActorError", (Exception,), {}))
-
-    def __init__(self, answers: dict[str, RankAnswer]) -> None:
-        self.get = answers.__getitem__
-        self.order = [*answers]
-
-    def wait(self, refs: list[str], *, num_returns: int, timeout: float) -> tuple[list[str], list[str]]:
-        done = [self.order.pop(0)]
-        return done, [ref for ref in refs if ref not in done]
 
 
 def test_the_first_cause_is_the_error_of_its_own_whoever_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0, which waited for the one that failed, may be reported first."""
-    group = RayGroup.__new__(RayGroup)
-    group.name, group._dead, group._fenced = "actor", None, Event()
-    call: Any = SimpleNamespace(name="Role.update")
+    group, call = ProcessGroup("actor", 2, lambda death: None), SimpleNamespace(name="Role.update")
     late, own = RankAnswer(error=MeetingEnded("rank 1: a bad row")), RankAnswer(error=ValueError("a bad row"))
-    for answers in ({"rank 0": late, "rank 1": own}, {"rank 1": own, "rank 0": late}):
-        monkeypatch.setitem(sys.modules, "ray", Ray(answers))
+    for order in ([0, 1], [1, 0]):
+        answers, given = [Future[RankAnswer](), Future[RankAnswer]()], (late, own)
+
+        def answer_next(waiting, *, timeout, answers=answers, given=given, order=order):
+            answers[at := order.pop(0)].set_result(given[at])
+            return {answers[at]}, {one for one in waiting if not one.done()}
+
+        monkeypatch.setattr(process_group, "wait", answer_next)
         with pytest.raises(ValueError, match="^a bad row"):
-            group._collected(call, ["rank 0", "rank 1"])
+            group._collected(call, answers)
 
 
 GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:16811."

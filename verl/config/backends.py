@@ -167,6 +167,7 @@ SYNC: Table = {
 }
 CLUSTER: Table = {
     "inproc": Backend(build="verl.workers.inproc:build_cluster"),
+    "processes": Backend(build="verl.workers.children.cluster:build"),
     "ray": Backend(build="verl.workers.ray.cluster:build", requires=RAY),
     "torchrun": Backend(build="verl.workers.spmd:build"),
 }
@@ -229,18 +230,23 @@ def backend_of(config: Config, section: str) -> Backend:
 def engine_name(config: Config, section: str) -> str:
     """Return the name of the engine that `backend_of` returns the row of."""
     c, engine, rollout = config.cluster, vars(config)[section].engine, config.rollout.engine
-    return _row(section, engine, rollout, c.backend, c.nodes * c.ranks_per_node, address_of(c.address))
+    return _row(section, engine, rollout, c.backend, c.nodes * c.ranks_per_node, ray_address(config))
 
 
-def address_of(given: str | None) -> str | None:
-    """Return the address of a running Ray cluster that the run should use; None if the run starts its own."""
-    return given or os.environ.get("RAY_ADDRESS") or None
+def address_of(given: str | None, backend: str = "ray") -> str | None:
+    """Return the address of a running Ray cluster that a run should use; None if it starts its own, or uses no Ray."""
+    return (given or os.environ.get("RAY_ADDRESS") or None) if backend == "ray" else None
+
+
+def ray_address(config: Config) -> str | None:
+    """Return the `address_of` a run."""
+    return address_of(config.cluster.address, config.cluster.backend)
 
 
 def _row(section: str, engine: str, rollout: str, cluster: str, ranks: int, address: str | None) -> str:
     if section == "sync" and (traits := traits_of(rollout)).server:
         return traits.weights_from if engine == "local" else engine
-    separate = cluster != "inproc" and (ranks > 1 if section == "model" else cluster == "ray")
+    separate = cluster != "inproc" and (ranks > 1 if section == "model" else cluster != "torchrun")
     row = TABLES[section].get(engine, Backend(build=""))
     return (separate and ((address and row.across_machines) or row.across_processes)) or engine
 
@@ -294,8 +300,9 @@ def complete_options(values: dict[str, Any]) -> list[str]:
             faults.append(f"{section}.engine={engine}: {_no_engine(engine, section, table)}")
         elif key in values:
             ranks = values["cluster.nodes"] * values["cluster.ranks_per_node"]
-            address = address_of(values["cluster.address"])
-            row = _row(section, engine, values["rollout.engine"], values["cluster.backend"], ranks, address)
+            cluster = values["cluster.backend"]
+            address = address_of(values["cluster.address"], cluster)
+            row = _row(section, engine, values["rollout.engine"], cluster, ranks, address)
             cls = import_object(table[row].options)
             found, wrong = _converted(key, values[key], cls, f"The options of the {engine} engine")
             values[key] = {field.name: field.default for field in dataclasses.fields(cls)} | found

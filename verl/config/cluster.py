@@ -8,21 +8,24 @@ from importlib.util import find_spec
 
 from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
-from verl.config.backends import CLUSTER, TABLES, address_of, backend_of, faults_of, layout_of
+from verl.config.backends import CLUSTER, TABLES, address_of, backend_of, faults_of, layout_of, ray_address
 from verl.config.devices import default_device, offloaded
 from verl.config.on_base import REWARD_MODEL, adapters_on_base
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
+from verl.config.worker_python import python_faults
 from verl.model_engine.layout import Layout
 from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.options import cannot
-from verl.workers.pools import MAIN, Pool, pools_of
+from verl.workers.pools import MAIN, NO_MODEL, Pool, pools_of
 
 TRAINS = ("train", "sft", "rm", "dpo")
-NO_MODEL = ("rollout", "compute", "recorder")
-"""Roles without the ranks of a model."""
 DEVICES = ("xpu", "mtia")
 """Resources, besides cpu and cuda, that a pool may name and that torch supports without a plugin."""
+OF_PROCESSES = (
+    *("cluster.backend", "cluster.virtual_ranks", "cluster.ranks_per_node", "cluster.max_restarts"),
+    "cluster.start_timeout_s",
+)
 ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
 
@@ -66,6 +69,7 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
     yield from _missing_modules(config)
     if config.cluster.backend == "inproc":
         yield from _in_one_process(config)
+        yield from python_faults(config)
         for section in ("model", "queue", "sync"):
             yield from faults_of(config, section, {}, {})
         return
@@ -73,8 +77,12 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
     if (virtual := config.cluster.virtual_ranks) > 1:
         fix = f"with cluster.backend={c.backend} set cluster.ranks_per_node={virtual} in its place"
         yield f"cluster.virtual_ranks={virtual} are ranks of one process: {fix}"
+    yield from python_faults(config)
     if c.backend == "ray":
         yield from _address(config)
+    if c.backend == "processes" and (apart := [*_on_this_machine(config)]):
+        yield from apart
+        return
     try:
         layout = layout_of(config)
         if command in TRAINS:
@@ -109,6 +117,15 @@ def _in_one_process(config: Config) -> Iterator[str]:
         if key.startswith(("cluster.", "parallel.")) and key not in ANYWHERE and values[key] != leaf.default:
             more = " (cluster.virtual_ranks plays many ranks in one process)" if key == "cluster.ranks_per_node" else ""
             yield f"{key}={text_of(values[key])} with cluster.backend=inproc: {fix}{more}"
+
+
+def _on_this_machine(config: Config) -> Iterator[str]:
+    """Yield a line for each key of several machines or pools, which child processes of this one do not have."""
+    values = values_of(config)
+    for key, leaf in leaves().items():
+        if key.startswith("cluster.") and key not in OF_PROCESSES and values[key] != leaf.default:
+            fix = "set cluster.backend=ray, or leave it out"
+            yield f"{key}={text_of(values[key])} with cluster.backend=processes, which are of this machine: {fix}"
 
 
 def _address(config: Config) -> Iterator[str]:
@@ -146,7 +163,7 @@ def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[s
                 f"(cluster.nodes x cluster.ranks_per_node): give the pool {layout.world_size}"
             )
     at, replicas = roles["rollout"], config.rollout.replicas
-    if replicas > (room := pools[at].ranks):
+    if config.cluster.backend == "ray" and replicas > (room := pools[at].ranks):
         fix = "lower it, or give rollout a pool of its own (cluster.roles)"
         yield f"rollout.replicas={replicas} is above the {room} ranks of the pool {at}: {fix}"
 
@@ -172,7 +189,7 @@ def _devices(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> I
 
 def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
     """Yield a fault if rows or weights cannot reach every process."""
-    far = address_of(config.cluster.address)
+    far = ray_address(config)
     several = [name for name, pool in pools.items() if pool.nodes > 1]
     if far is None:
         for name in several if config.cluster.backend == "ray" else ():  # torchrun's nodes are started by hand
@@ -192,7 +209,7 @@ def needs_one_machine(
     config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str], why: str, fix: str
 ) -> Iterator[str]:
     """Yield a fault if the sync engine reaches one machine only and replicas may be on others."""
-    at, home, address = roles["rollout"], roles["actor"], address_of(config.cluster.address)
+    at, home, address = roles["rollout"], roles["actor"], ray_address(config)
     if at != home:
         yield (
             f"cluster.roles.rollout={at}: sync.engine={config.sync.engine} {why}, and with cluster.address={address} "

@@ -93,6 +93,8 @@ class ModelConfig:
     """The frozen base of LoRA in 4 or 8 bits, as bitsandbytes has it."""
     engine: str = adjustable("torch")
     engine_options: dict[str, Any] = adjustable(factory=dict)  # Of model_engine/options.py: attention, ...
+    python: str | None = adjustable(None)
+    """The bin/python of the environment that computes the models, with cluster.backend=processes. Null: this one."""
 
 
 @dataclass(frozen=True)

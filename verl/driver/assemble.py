@@ -35,7 +35,7 @@ from verl.driver.assemble_images import media_of_run, refuse_images, tool_images
 from verl.driver.assemble_loops import all_played, closed, loops_of, trajectories_of
 from verl.driver.assemble_rewards import check_graders, reward_of, sandbox_of, to_rehearse
 from verl.driver.checkpointer import Checkpointer
-from verl.driver.driver_host import driver_host
+from verl.driver.driver_host import driver_host, logs_folder
 from verl.driver.lora_publisher import LoraPublisher
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, early_models, hf_export, models_of, scorers_of, trained, workers_of
@@ -58,14 +58,13 @@ from verl.driver.setup import (
     refuse_unembedded,
     refuse_untrained,
     require_an_end,
-    set_up_process,
-    set_up_worker,
     stop_ids,
     unread_ids,
     with_native_dtype,
 )
 from verl.driver.stretched import stretched
 from verl.driver.trajectories import TrajectoryRunner
+from verl.driver.worker_setup import set_up_process, set_up_worker
 from verl.errors import Refused
 from verl.planner import disk, plan, sizes
 from verl.rollout.base import RolloutEngine
@@ -349,7 +348,8 @@ def context_of(
     device, layout = device_of(config), layout_of(config)
     pools, lives = pools_of(config.cluster, roles, device=device)
     apart = config.cluster.backend != "inproc" and drivers is None
-    home = driver_host(crash_dir.parent if crash_dir else None) if apart else None
+    python, folder = config.model.python, crash_dir.parent if crash_dir else None
+    home = driver_host(folder, one_environment=python is None) if apart else None
     made = ClusterContext(
         layout=layout,
         roles=tuple(roles),
@@ -359,6 +359,8 @@ def context_of(
         wait_timeout_s=config.run.wait_timeout_s,
         say=say,
         drivers=drivers,
+        python=python,
+        logs=logs_folder(config),
     )
     cluster = import_object(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = import_object(backend_of(config, "queue").build)(options_of(config, "queue"))

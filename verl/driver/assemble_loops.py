@@ -17,9 +17,10 @@ from verl.config.tree import text_of
 from verl.data.formats import SINGLE_TURN, TOOL_AGENT, played_by
 from verl.data.source import TaskTable
 from verl.driver.banned import policy_banned
-from verl.driver.setup import decoder, set_up_process, stop_ids, template_lines, unchecked_tokenizer
+from verl.driver.setup import decoder, stop_ids, template_lines, unchecked_tokenizer
 from verl.driver.task_media import ToolImages
 from verl.driver.trajectories import TrajectoryRunner
+from verl.driver.worker_setup import set_up_process
 from verl.errors import Refused
 from verl.reward.base import RewardFn
 from verl.rollout.base import RolloutEngine

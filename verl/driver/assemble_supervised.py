@@ -36,7 +36,6 @@ from verl.driver.setup import (
     pad_id,
     refuse_unembedded,
     refuse_untrained,
-    set_up_worker,
     stop_ids,
     template_lines,
     with_native_dtype,
@@ -45,6 +44,7 @@ from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, St
 from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.task_media import images_stored
 from verl.driver.together import open_together
+from verl.driver.worker_setup import set_up_worker
 from verl.errors import Refused
 from verl.planner.disk import checkpoint_bytes
 from verl.planner.plan import trained_warnings

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import socket
@@ -15,12 +14,12 @@ from pathlib import Path
 from verl.config.schema import Config
 from verl.config.served import urls_of
 from verl.errors import Refused
+from verl.processes.environment import source_digest
 from verl.rollout.base import Peers, ServerPlace
 from verl.track.files import write_atomic
 
 MARK = ".driver"
 SOURCE = Path(__file__).parents[1]
-BUILT = {"__pycache__", ".pyc", ".so"}  # made from the sources, maybe just now, and different on every node
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +31,7 @@ class DriverHost:
     folder: str
     """The driver's working folder."""
     versions: tuple[tuple[str, str], ...]
-    """(name, version) of Python, torch and verl."""
+    """(name, version) of Python, torch and verl, or, for processes of another environment, of verl alone."""
     run_dir: Path | None = None
     """The run directory; None: the run has none."""
     mark: str = ""
@@ -42,8 +41,9 @@ class DriverHost:
         """Change to the driver's folder in another process, for relative paths. Raise ValueError if Python, torch or
         verl differs, or if this node sees another run directory."""
         here = socket.gethostname()
-        for (name, ours), (_, theirs) in zip(versions(), self.versions, strict=True):
-            if ours != theirs:
+        here_are = dict(versions())
+        for name, theirs in self.versions:
+            if (ours := here_are[name]) != theirs:
                 raise Refused(
                     f"node {here} has {name} {ours}, and the driver on {self.host} has {theirs}: "
                     "install the same on every node, and start it again there"
@@ -60,35 +60,35 @@ class DriverHost:
             )
 
 
-def driver_host(run_dir: Path | None) -> DriverHost:
-    """Describe this process, and write the mark into the run directory."""
+def driver_host(run_dir: Path | None, *, one_environment: bool = True) -> DriverHost:
+    """Describe this process, and write the mark into the run directory. one_environment: the other processes must have
+    the Python and the torch of this one."""
     mark = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}\n"
     if run_dir is not None:
         write_atomic(run_dir / MARK, mark.encode())
         run_dir = run_dir.absolute()
-    return DriverHost(socket.gethostname(), os.getcwd(), versions(), run_dir, mark)
+    same = versions() if one_environment else versions()[-1:]
+    return DriverHost(socket.gethostname(), os.getcwd(), same, run_dir, mark)
 
 
 def versions() -> tuple[tuple[str, str], ...]:
     """Return (name, version) of Python, torch and verl. Two commits of verl, or a changed file, are two versions."""
-    source = hashlib.sha256()
-    for path in sorted(p for p in SOURCE.rglob("[!.]*") if BUILT.isdisjoint((p.suffix, *p.parts)) and p.is_file()):
-        source.update(str(path.relative_to(SOURCE)).encode() + path.read_bytes())
-    return (
-        ("Python", platform.python_version()),
-        ("torch", version("torch")),
-        ("verl source", source.hexdigest()[:12]),
-    )
+    return (("Python", platform.python_version()), ("torch", version("torch")), ("verl source", source_digest(SOURCE)))
+
+
+def logs_folder(config: Config) -> Path:
+    """Return the folder with the output of processes that a run starts: in the run directory if there is one."""
+    home = Path(config.run.root_dir) / config.run.name
+    return (home if home.is_dir() else Path(tempfile.gettempdir()) / f"verl-{os.getpid()}") / "logs"
 
 
 def server_place(config: Config, replica: int, peers: Peers) -> ServerPlace:
     """Return the address and the log file of a rollout server. The log is in the run directory if there is one."""
-    home, urls = Path(config.run.root_dir) / config.run.name, urls_of(config)
+    urls = urls_of(config)
     peers.urls.update(urls)
-    folder = home if home.is_dir() else Path(tempfile.gettempdir()) / f"verl-{os.getpid()}"
     return ServerPlace(
         model=str(Path(config.model.path).resolve()),
-        log=folder / "logs" / f"rollout_{replica}.log",
+        log=logs_folder(config) / f"rollout_{replica}.log",
         python=config.rollout.python,
         url=urls[replica] if urls else None,
         peers=peers,

@@ -30,17 +30,10 @@ from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, 
 from verl.driver.assemble_images import refuse_served_videos, refuse_unstored
 from verl.driver.banned import policy_banned
 from verl.driver.models import role_spec, workers_of
-from verl.driver.setup import (
-    decoder,
-    load_tokenizer_of,
-    require_an_end,
-    set_up_process,
-    stop_ids,
-    template_lines,
-    with_native_dtype,
-)
+from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, stop_ids, template_lines, with_native_dtype
 from verl.driver.stopping import unless_stopped
 from verl.driver.task_media import SAME_FILE, images_held
+from verl.driver.worker_setup import set_up_process
 from verl.errors import Refused
 from verl.rollout.base import Completion, GenerateRequest
 from verl.types import Medium, TaskImage, derive_seed

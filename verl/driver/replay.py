@@ -23,9 +23,10 @@ from verl.driver.assemble_images import media_of_run
 from verl.driver.checkpointer import load_role
 from verl.driver.queue_rows import QueueRows
 from verl.driver.run_dir import config_path
-from verl.driver.setup import set_up_process, with_native_dtype
+from verl.driver.setup import with_native_dtype
 from verl.driver.state import read_state, unpacked_segments
 from verl.driver.step import Step, experience_and_update
+from verl.driver.worker_setup import set_up_process
 from verl.errors import Refused
 from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from verl.chat import TemplateAudit, load_tokenizer, require_chat_template
 from verl.chat.audited import audited_once
@@ -26,36 +23,19 @@ from verl.chat.template import Renderer
 from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
 from verl.config.cluster import TRAINS
-from verl.config.devices import in_float32_alone, saves_memory
+from verl.config.devices import in_float32_alone
 from verl.config.image_models import text_faults
 from verl.config.model_files import declared_tie, describe_model, embedding_rows, read_model_config, read_weight_headers
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
 from verl.data.preference import PairTable
 from verl.data.source import ConversationTable, LoadReport, TaskTable
-from verl.driver.driver_host import DriverHost
 from verl.errors import Refused
 from verl.planner.card import CardFacts
-from verl.processes.memory import return_large_blocks
 from verl.rollout.base import Capabilities
-from verl.workers.group import DevicePlace
 from verl.workers.pools import main_pool
 
 logger = logging.getLogger(__name__)
-
-
-def set_up_process(config: Config) -> None:
-    """Set threads, seeds and how memory is returned. Nothing samples from these generators in a step; user code may."""
-    torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
-    if saves_memory(config):
-        return_large_blocks()
-    transformers_logging.disable_progress_bar()
-    random.seed(config.run.seed)
-    np.random.seed(config.run.seed % 2**32)
-    torch.manual_seed(config.run.seed)
-    if config.run.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs on a GPU
-        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def with_native_dtype(config: Config) -> Config:
@@ -65,22 +45,6 @@ def with_native_dtype(config: Config) -> Config:
     device = main_pool(config.cluster, device_of(config)).computes_on
     native = "float32" if in_float32_alone(config, device) else native_dtype(device)
     return replace(config, model=replace(config.model, dtype=native))
-
-
-def set_up_worker(config: Config, home: DriverHost | None, place: DevicePlace) -> None:
-    """Set up a process that works beside others at the same time. Raise ValueError on a node that cannot work with the
-    driver of `home`, or that does not have the device."""
-    if home is not None:
-        home.enter()
-    if place.device != "cpu":
-        found = torch.get_device_module(place.device)
-        if not found.is_available():
-            fix = "install a torch for it there, or give this pool no gpus_per_rank and no resource"
-            raise Refused(f"torch sees no {place.device} device on this node, which the cluster says it has; {fix}")
-        if place.device != "cuda":  # Ray hides other GPUs from a process; other devices it only counts
-            found.set_device(place.number)
-    threads = config.run.threads or max(1, (os.cpu_count() or 1) // place.neighbours)
-    set_up_process(replace(config, run=replace(config.run, threads=threads)))
 
 
 def device_of(config: Config) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.backends import address_of, engine_name, layout_of
+from verl.config.backends import engine_name, layout_of, ray_address
 from verl.config.cluster import places_of
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
+from verl.config.worker_python import environment_line
 from verl.model_engine.layout import Layout
 from verl.planner.memory import MemoryEstimate, pool_rank_memory, summed
 from verl.planner.transport import SentWeights, sent_weights
@@ -45,6 +46,8 @@ class ClusterPlan:
     sent: SentWeights
     """The memory of weights that are being sent."""
     pools: dict[str, PoolPlan]
+    workers: str | None
+    """The versions with which the models are computed; None: those of this process."""
 
     @property
     def fullest(self) -> MemoryEstimate:
@@ -80,20 +83,21 @@ def cluster_plan(config: Config, update_tokens: int) -> ClusterPlan | None:
         )
     return ClusterPlan(
         backend=c.backend,
-        address=address_of(c.address),
+        address=ray_address(config),
         layout=layout_text(layout),
         queue=engine_name(config, "queue"),
         sync=engine_name(config, "sync"),
         sent=sent,
         pools=planned,
+        workers=environment_line(config),
     )
 
 
 def memory_on_this_machine(placement: ClusterPlan) -> MemoryEstimate | None:
-    """Return the host memory of all processes of a Ray cluster that is started on this machine; None for another Ray
-    cluster, or without Ray."""
+    """Return the host memory of all processes that this run starts on this machine; None for another Ray cluster, or
+    processes that torchrun starts."""
     pools = {name: pool for name, pool in placement.pools.items() if pool.device == "cpu"}
-    if placement.backend != "ray" or placement.address is not None or not pools:
+    if placement.backend == "torchrun" or placement.address is not None or not pools:
         return None
     items = {"weights on their way": placement.sent.trainer_bytes}
     for name, pool in pools.items():

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
 from verl.config.backends import engine_name, memory_of, options_of, rollout_caches
-from verl.config.cluster import NO_MODEL, roles_of_policy, roles_on_base
+from verl.config.cluster import roles_of_policy, roles_on_base
 from verl.config.devices import (
     base_format,
     compute_dtype,
@@ -32,6 +32,7 @@ from verl.model_engine.memory import DTYPE_BYTES, MATRIX_BYTES, RankWork, quanti
 from verl.rollout.native.options import KEPT_KV_BYTES
 from verl.weight_sync.options import Ipc
 from verl.wire import FP8, FP8_BLOCK
+from verl.workers.pools import NO_MODEL
 
 TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}

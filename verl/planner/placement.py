@@ -14,7 +14,7 @@ from verl.algorithms.presets import settled
 from verl.bounds import size_text
 from verl.config.adapter import teacher_models
 from verl.config.backends import traits_of
-from verl.config.cluster import NO_MODEL, REWARD_MODEL, placed_roles, roles_on_base
+from verl.config.cluster import REWARD_MODEL, placed_roles, roles_on_base
 from verl.config.devices import colocated
 from verl.config.lora_layers import trained_factors
 from verl.config.model_files import ModelFacts, describe_model
@@ -49,6 +49,7 @@ from verl.planner.mapping import (
 from verl.planner.simulate import Lengths, Simulated
 from verl.planner.sizes import parameters_used
 from verl.planner.what_if import simulated, workload_of
+from verl.workers.pools import NO_MODEL
 
 OTHERS = 5
 """The placements that are printed beside the best one."""

@@ -145,6 +145,7 @@ def _cluster_lines(p: ClusterPlan) -> dict[str, str]:
     where = f"at {p.address}" if p.address else "started for this run on this machine"
     lines = {"cluster": f"{p.backend}, {where}; rows through queue {p.queue}, weights through sync {p.sync}"}
     lines |= {"staged": text} if (text := _shared_text(p.sent)) else {}
+    lines |= {"workers": p.workers} if p.workers else {}
     lines["layout"] = p.layout
     for name, pool in p.pools.items():
         each = ", ".join(f"{amount:g} {what}" for what, amount in pool.each.items())

@@ -10,12 +10,12 @@ from typing import Any
 
 from verl.errors import Refused
 from verl.processes.child import output_of
+from verl.processes.environment import foreign_variables
 from verl.rollout.base import ServerPlace
 from verl.rollout.process import ServerProcess, free_port
 from verl.rollout.wire import version_of
 
 ASK_S = 120.0  # for reading the version of an environment, on a cold disk
-OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that a server does not inherit
 Release = tuple[int, ...]
 Launch = Callable[[str | None], tuple[ServerProcess, str]]
 """Starts the server with the model of a folder (None: its configured model) and returns its process and its URL."""
@@ -67,7 +67,7 @@ def launcher(place: ServerPlace, command: Callable[[str, int], list[str]]) -> La
 
 def environment_of(ours: Mapping[str, str]) -> dict[str, str]:
     """Return our environment without the variables of our Python. Model hubs are switched off."""
-    return {name: value for name, value in ours.items() if name not in OF_OUR_PYTHON} | {"HF_HUB_OFFLINE": "1"}
+    return foreign_variables(ours) | {"HF_HUB_OFFLINE": "1"}
 
 
 def _text(value: Any) -> str:

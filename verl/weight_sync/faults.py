@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from verl.config.backends import address_of
+from verl.config.backends import ray_address
 from verl.config.cluster import needs_one_machine
 from verl.config.devices import on_cuda
 from verl.config.schema import Config
@@ -40,7 +40,7 @@ def ipc_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
         if (at := roles["rollout"]) == (home := roles["actor"]):
             if (replicas := config.rollout.replicas) > 1:
                 yield f"rollout.replicas={replicas} with sync.engine=ipc: {why}; set sync.engine=shm, or one"
-        elif address_of(config.cluster.address) is None:  # otherwise it may be on another machine: another fault
+        elif ray_address(config) is None:  # otherwise it may be on another machine: another fault
             fix = f"set sync.engine=shm, or let rollout live with the actor, in {home}"
             yield f"cluster.roles.rollout={at} with sync.engine=ipc: {why}; {fix}"
 
@@ -57,7 +57,7 @@ def collective_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[st
 
 def disk_faults(config: Config, pools: Pools, roles: Roles) -> Iterator[str]:
     """Yield a fault if the folder of versions is on this machine's disk and replicas may be on another machine."""
-    if roles and address_of(config.cluster.address) is not None and config.sync.engine_options.get("folder") is None:
+    if roles and ray_address(config) is not None and config.sync.engine_options.get("folder") is None:
         fix = "set sync.engine_options.folder to one that all machines see"
         yield from needs_one_machine(config, pools, roles, "lies on the disk of one machine", fix)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from verl.model_engine.layout import Layout
@@ -124,6 +125,8 @@ class ClusterContext:
     wait_timeout_s: float = 600.0
     """The deadline of one process for the others. A process that answers nothing for half of it counts as dead."""
     say: Callable[[str], None] = print  # Prints a message for the user.
+    python: str | None = None  # The interpreter of the workers of models; None: this one.
+    logs: Path = Path("logs")  # The folder for the output of processes.
     drivers: Drivers | None = None  # The processes of a run without a controller.
 
 

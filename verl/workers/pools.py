@@ -23,6 +23,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
     }
 )
 """The fields of the pool `main` that are keys of their own."""
+NO_MODEL = ("rollout", "compute", "recorder")
+"""Roles without the ranks of a model."""
 FROZEN = ("ref", "reward_model")
 LOAD: Mapping[str, int] = MappingProxyType(
     {"actor": 4, "critic": 4, "trainer": 4, "rollout": 2, "compute": 0, "recorder": 0}

@@ -12,9 +12,10 @@ from verl.bounds import NonNegativeInt, Positive, PositiveInt, one_of
 class ClusterConfig:
     """The processes of a run: where they run, and the resources of each."""
 
-    backend: Annotated[str, one_of("inproc|ray|torchrun")] = "inproc"
-    """inproc: everything in this process · ray: workers and rollout replicas in processes of their own · torchrun: SFT,
-    RM and DPO in the processes that torchrun started, where it is set automatically."""
+    backend: Annotated[str, one_of("inproc|processes|ray|torchrun")] = "inproc"
+    """inproc: everything in this process · processes: the ranks of models in child processes on this machine · ray:
+    workers and rollout replicas in processes of their own · torchrun: SFT, RM and DPO in the processes that torchrun
+    started, where it is set automatically."""
     virtual_ranks: PositiveInt = 1
     """inproc: data-parallel ranks that take turns at one engine; must divide the groups of an optimizer step."""
     address: str | None = None  # A running Ray cluster (`auto`, or HOST:PORT). Null: a new one on this machine.

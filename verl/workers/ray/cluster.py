@@ -24,7 +24,8 @@ from verl.processes.child import Child
 from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext, DevicePlace, Died
 from verl.workers.pools import Pool, Shortage, fit_together, pools_of, seen
-from verl.workers.ray.group import RankActor, RayGroup, pickled
+from verl.workers.process_group import pickled
+from verl.workers.ray.group import RankActor, RayGroup
 from verl.workers.ray.life import ActorLife
 from verl.workers.ray.replica import RayReplica, ReplicaActor
 from verl.workers.sections import ClusterConfig

@@ -1,0 +1,88 @@
+"""The interpreter of the workers of models: what is refused before anything starts."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+from verl.config import worker_python
+from verl.config.cluster import cluster_faults
+from verl.config.schema import Config
+from verl.config.tree import changed
+from verl.config.worker_python import worker_environment
+from verl.processes.environment import FOLDER, WORKER_PACKAGES, source_digest
+
+
+def test_the_group_of_the_project_is_what_is_checked():
+    group = tomllib.loads((FOLDER / "pyproject.toml").read_text())["dependency-groups"]["worker"]
+    assert [re.split(r"\W", one)[0] for one in group] == [*WORKER_PACKAGES]
+
+
+def test_this_interpreter_has_all_and_the_same_source():
+    found = worker_environment(sys.executable)
+    assert found.packages.keys() == {*WORKER_PACKAGES} and found.source == source_digest(FOLDER / "verl")
+    assert found.python == ".".join(map(str, sys.version_info[:3]))
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory) -> Path:
+    """An environment with nothing in it."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False, symlinks=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "python, reason",
+    [
+        ("/no/such/python", "no such file; name the bin/python of an environment"),
+        ("/bin/true", r"it is no Python of at least 3\.11 \(no output\)"),
+        ("bare", r"torch, transformers, .* is not installed there: run pip install --group \S+/pyproject.toml:worker"),
+    ],
+)
+def test_an_interpreter_that_cannot_compute_is_refused_in_one_line(python, reason, bare):
+    python = str(bare / "bin" / "python") if python == "bare" else python
+    with pytest.raises(ValueError, match=rf"^model\.python={python}: {reason}") as caught:
+        worker_environment(python)
+    assert "\n" not in str(caught.value)
+
+
+def test_another_source_of_verl_is_refused(bare, monkeypatch):
+    """One that is installed there is the one that it imports."""
+    packages = next((bare / "lib").glob("python*/site-packages"))
+    (packages / "verl").mkdir()
+    (packages / "verl" / "__init__.py").write_text("x = 1\n")
+    for name in WORKER_PACKAGES:
+        (facts := packages / f"{name}-9.0.dist-info").mkdir()
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n")
+    worker_environment.cache_clear()
+    with pytest.raises(ValueError, match=r"the verl there \(\S+/bare0/\S+/verl, source \w+\) is another than this one"):
+        worker_environment(str(bare / "bin" / "python"))
+    ours = source_digest(packages / "verl")
+    monkeypatch.setattr(worker_python, "source_digest", lambda folder: ours)
+    found = worker_environment(str(bare / "bin" / "python"))
+    assert found.packages["torch"] == "9.0" and found.verl == str(packages / "verl")
+
+
+@pytest.mark.parametrize(
+    "given, reason",
+    [
+        ({}, "model.python=p with cluster.backend=inproc: models are computed in this process"),
+        (
+            {"cluster.backend": "ray"},
+            "model.python=p with cluster.backend=ray: models are computed by the Python of Ray",
+        ),
+        ({"cluster.backend": "torchrun"}, "model.python=p with torchrun"),
+        ({"cluster.backend": "processes"}, "model.python=p: no such file"),
+        ({"cluster.backend": "processes", "cluster.nodes": 2}, "cluster.nodes=2 with cluster.backend=processes"),
+        ({"cluster.backend": "processes", "cluster.address": "h:1"}, "cluster.address="),
+    ],
+)
+def test_where_models_are_not_computed_by_it(given, reason):
+    config = changed(Config(), {"model.path": "m", "model.python": "p", **given})
+    assert any(line.startswith(reason) for line in cluster_faults(config, "train"))

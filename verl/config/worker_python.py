@@ -1,0 +1,74 @@
+"""The interpreter of the workers of models, `model.python`: what is installed in its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from verl.config.schema import Config
+from verl.errors import Refused
+from verl.processes import environment
+from verl.processes.child import output_of
+from verl.processes.environment import FOLDER, WORKER_PACKAGES, PythonEnvironment, source_digest
+
+LOOK_S = 120.0  # for reading the versions of an environment, on a cold disk
+INSTALL = f"pip install --group {FOLDER}/pyproject.toml:worker"
+
+
+def python_faults(config: Config) -> Iterator[str]:
+    """Yield a line if the models cannot be computed by the interpreter `model.python`."""
+    python, backend = config.model.python, config.cluster.backend
+    if python is None:
+        return
+    if backend == "torchrun":
+        yield f"model.python={python} with torchrun, which has started this process: start torchrun by that Python"
+    elif backend != "processes":
+        where = "by the Python of Ray's nodes" if backend == "ray" else "in this process"
+        fix = "set cluster.backend=processes, or leave it out"
+        yield f"model.python={python} with cluster.backend={backend}: models are computed {where}; {fix}"
+    else:
+        try:
+            worker_environment(python)
+        except Refused as e:
+            yield str(e)
+
+
+@cache
+def worker_environment(python: str) -> PythonEnvironment:
+    """Return the environment of an interpreter, which needs some 0.1 s. Raise Refused if it cannot be started, if a
+    package is missing there, or if it imports another source of verl than this process."""
+    if not (os.path.isfile(python) or shutil.which(python)):
+        raise Refused(f"model.python={python}: no such file; name the bin/python of an environment")
+    script = str(Path(environment.__file__))
+    try:
+        code, output = output_of([python, "-P", script, str(FOLDER)], timeout_s=LOOK_S)
+    except OSError as e:
+        raise Refused(f"model.python={python}: cannot be started ({e}); name the bin/python of an environment") from e
+    last = (output.splitlines() or ["no output"])[-1]
+    if code != 0 or not last.startswith("{"):
+        raise Refused(f"model.python={python}: it is no Python of at least 3.11 ({last}); name one, of an environment")
+    found = PythonEnvironment(**json.loads(last))
+    if missing := [name for name in WORKER_PACKAGES if name not in found.packages]:
+        raise Refused(f"model.python={python}: {', '.join(missing)} is not installed there: run {INSTALL} there")
+    if found.source != (ours := source_digest(FOLDER / "verl")):
+        raise Refused(
+            f"model.python={python}: the verl there ({found.verl}, source {found.source}) is another than this one "
+            f"({FOLDER / 'verl'}, source {ours}); install the same commit there, or uninstall it: this one is used then"
+        )
+    return found
+
+
+def environment_line(config: Config) -> str | None:
+    """Return the versions with which the workers of models compute; None if they compute with those of this process."""
+    python = config.model.python
+    if python is None or os.path.abspath(python) == sys.executable:
+        return None
+    found = worker_environment(python)
+    where = "" if found.verl != str(FOLDER / "verl") else ", verl of this folder"
+    packages = ", ".join(f"{name} {found.packages[name]}" for name in ("torch", "transformers"))
+    return f"Python {found.python}, {packages}{where} (model.python={python})"

@@ -1,0 +1,62 @@
+"""The environment of a Python interpreter: the versions of Python, verl, and the packages that the worker of a model
+needs. As a script, run by that interpreter, it prints them; standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+
+OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that another interpreter does not inherit
+WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "msgspec", "psutil", "pillow")
+"""The packages that the worker of a model needs: the dependency group `worker` of pyproject.toml."""
+BUILT = {"__pycache__", ".pyc", ".so"}  # made from the sources, maybe just now, and different on every node
+FOLDER = Path(__file__).parents[2]  # which contains verl
+
+
+class PythonEnvironment(NamedTuple):
+    """The versions of one interpreter."""
+
+    python: str
+    packages: dict[str, str]
+    """Version by name, of those of WORKER_PACKAGES that are installed."""
+    verl: str
+    """The folder of the verl that it imports."""
+    source: str
+    """The digest of that verl's source."""
+
+
+def this_environment(folder: str) -> PythonEnvironment:
+    """Return the environment of this interpreter. folder: contains the verl that it imports if none is installed."""
+    sys.path.append(folder)
+    found = importlib.util.find_spec("verl")
+    (verl,) = found.submodule_search_locations or [""] if found is not None else [""]
+    packages = {}
+    for name in WORKER_PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    return PythonEnvironment(platform.python_version(), packages, verl, source_digest(Path(verl)))
+
+
+def source_digest(package: Path) -> str:
+    """Return a digest of the source files of a package. A changed file gives another digest."""
+    source = hashlib.sha256()
+    for path in sorted(p for p in package.rglob("[!.]*") if BUILT.isdisjoint((p.suffix, *p.parts)) and p.is_file()):
+        source.update(str(path.relative_to(package)).encode() + path.read_bytes())
+    return source.hexdigest()[:12]
+
+
+def foreign_variables(ours: Mapping[str, str]) -> dict[str, str]:
+    """Return our environment variables without those of our Python, for another interpreter."""
+    return {name: value for name, value in ours.items() if name not in OF_OUR_PYTHON}
+
+
+if __name__ == "__main__":
+    print(json.dumps(this_environment(sys.argv[1])._asdict()))
