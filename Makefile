@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs test-slow queue-package nixl-package triton-package reference-packages mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm megatron-env test-megatron quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs test-slow queue-package nixl-package triton-package reference-packages mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm veomni-env megatron-env test-veomni test-megatron quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -132,20 +132,17 @@ test-vllm: vllm-env
 	$(VLLM_PYTEST) -n 2 --dist loadfile -m "not runs" $(VLLM_TESTS)
 	$(VLLM_PYTEST) -m runs $(VLLM_TESTS) || [ $$? = 5 ]
 
-# Megatron-Core in an environment of its own: this one by hard links, and two wheels. 0.19.2 declares Python 3.12.
-MEGATRON_ENV ?= $(CURDIR)/.venv-megatron
+# Model engines that need other packages than the driver has: workers with an interpreter of their own.
+veomni-env megatron-env: setup
+	$(BIN)/python -m bench.environments $(CURDIR)/.venv-$(@:-env=) $(@:-env=)
 
-megatron-env: $(MEGATRON_ENV)/.megatron
-
-$(MEGATRON_ENV)/.megatron: $(VENV)/.stamp
-	@rm -rf $(MEGATRON_ENV) && cp -al $(VENV) $(MEGATRON_ENV)
-	$(MEGATRON_ENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
-		megatron-core==0.19.2 triton==3.9.0
-	@touch $@
+test-veomni: export GLOO_SOCKET_IFNAME := lo
+test-veomni: veomni-env
+	$(CURDIR)/.venv-veomni/bin/python -m pytest -q tests/veomni
 
 test-megatron: export GLOO_SOCKET_IFNAME := lo
 test-megatron: megatron-env
-	$(MEGATRON_ENV)/bin/python -m pytest -q tests/megatron
+	$(CURDIR)/.venv-megatron/bin/python -m pytest -q tests/megatron
 
 lint: style types
 

@@ -2,8 +2,8 @@
 
     python bench/calibration.py
 
-Reads bench/records/plan_runs.json, which `bench/plan_runs.py` measures. Five figures are learned from the first runs;
-all others are predicted. Writes its part of bench/RESULTS.md (bench/sections/calibration.md).
+Reads bench/records/planner/runs.json, which `bench/plan_runs.py` measures. Five figures are learned from the first
+runs; all others are predicted. Writes its part of bench/RESULTS.md (bench/sections/calibration.md).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verl.planner.latency import Division, ModelSize, StepWork, Stored
 from verl.planner.learned import FITTED, Observation, fitted_nodes
 from verl.planner.mapping import PlannedRole, Rules, stages_of, times_of
 
-RECORD = Path(__file__).parent / "records" / "plan_runs.json"
+RECORD = Path(__file__).parent / "records" / "planner" / "runs.json"
 LEARNED = 6
 """The first runs of the record are those that the figures are learned from."""
 WITHIN, MEDIAN = 0.25, 0.15

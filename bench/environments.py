@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -98,6 +99,29 @@ def ensure_vllm(folder: Path, log: Path) -> Path:
     return python
 
 
+TRAINERS = {
+    "megatron": ("megatron-core==0.19.2", "triton==3.9.0"),
+    "veomni": ("veomni==0.1.12", "transformers==5.9.0", "tokenizers==0.22.2", "huggingface_hub==1.33.0"),
+}
+"""What the environment of a model engine has in place of, or besides, that of the driver. The requirements of these
+packages would pull builds of torch for CUDA; Megatron-Core wants Python 3.12 and runs on 3.11."""
+
+
+def ensure_trainer(name: str, folder: Path, log: Path) -> Path:
+    """An environment for the workers of a model engine: this one by hard links, with other packages in it."""
+    python, stamp = folder / "bin" / "python", folder / ".stamp"
+    wanted = "\n".join((sys.version, sys.prefix, *TRAINERS[name]))
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(sys.prefix, folder, symlinks=True, copy_function=os.link)
+    pip = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off"]
+    run_logged([*pip, "--no-deps", "--ignore-requires-python", *TRAINERS[name]], log, timeout_s=INSTALL_TIMEOUT_S)
+    stamp.unlink(missing_ok=True)  # that of the other environment, if it has one: the file is the same
+    stamp.write_text(wanted)
+    return python
+
+
 def run_logged(command: list[str], log: Path, *, timeout_s: float, env: dict[str, str] | None = None) -> None:
     """Run with the output in `log`. Raise Unavailable, with the last line with the reason, if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -122,6 +146,8 @@ def why(output: str) -> str:
     return (errors or lines or ["no output"])[-1][:300]
 
 
-if __name__ == "__main__":  # python -m bench.environments FOLDER: make vLLM's environment there, print its interpreter
+if __name__ == "__main__":  # python -m bench.environments FOLDER [vllm|megatron|veomni]: print its interpreter
     place = Path(sys.argv[1])
-    print(ensure_vllm(place, place.parent / f"{place.name}.log"))
+    messages = place.parent / f"{place.name}.log"
+    engine = sys.argv[2] if len(sys.argv) > 2 else "vllm"
+    print(ensure_vllm(place, messages) if engine == "vllm" else ensure_trainer(engine, place, messages))

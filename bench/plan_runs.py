@@ -30,7 +30,7 @@ from verl.models import tiny
 from verl.planner.beside import LENGTHS, PHASES
 from verl.planner.placement import planned_roles, stored_of, work_of
 
-RECORD = Path(__file__).parent / "records" / "plan_runs.json"
+RECORD = Path(__file__).parent / "records" / "planner" / "runs.json"
 STEPS = 5
 """Steps of a run, of which the first and the last, which saves, do not count."""
 CHARACTERS = "".join(chr(0x4E00 + i) for i in range(1000))

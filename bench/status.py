@@ -81,6 +81,11 @@ PARTS: Mapping[str, Part] = {
         proof={"cpu": "make test-megatron"},
         limits="its local layers on gloo; Transformer Engine, NCCL and GPUs: never",
     ),
+    "model.veomni": Part(
+        about="VeOmni 0.1.12 in an environment of its own: its models and FSDP2, HSDP and sequence parallelism",
+        proof={"cpu": "make test-veomni"},
+        limits="gloo on one machine; its kernels, its expert parallelism, NCCL: never",
+    ),
     "rollout.native": Part(
         about="our engine: Qwen2, Qwen3, Qwen3-MoE, Llama, Mistral, Gemma 2 and 3 text",
         proof=_contract("rollout", "native"),

@@ -79,6 +79,12 @@ FAULTS = [
     ((*FOUR, "parallel.tesnor=2"), "did you mean parallel.tensor"),
     ((*FOUR, "parallel.sequence=2", "model.engine_options.attention=padded"), "parallel.sequence=2", "attention=auto"),
     ((*FOUR, "step.prompts_per_step=6", "step.updates_per_step=3"), "4 data ranks", "2 groups", "parallel.tensor"),
+    # the engine of VeOmni
+    (("model.engine=veomni",), "model.engine=veomni with cluster.backend=inproc", "model.engine=torch"),
+    ((*FOUR, "model.engine=veomni", "parallel.tensor=2"), "parallel.tensor=2 with model.engine=veomni", "sequence"),
+    ((*FOUR, "model.engine=veomni", "parallel.pipeline=2"), "parallel.pipeline=2 with model.engine=veomni"),
+    ((*FOUR, "model.engine=veomni", "parallel.sequence=2", "parallel.replicate=4"), "the 2 data ranks", "1, 2"),
+    ((*FOUR, "model.engine=veomni", "model.lora.rank=8"), "model.lora.rank=8 with model.engine=veomni", "sharded"),
     # one process
     (("cluster.nodes=2",), "cluster.nodes=2 with cluster.backend=inproc", "cluster.backend=ray"),
     (("cluster.ranks_per_node=8",), "cluster.ranks_per_node=8", "cluster.virtual_ranks"),

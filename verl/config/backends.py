@@ -107,6 +107,11 @@ MODEL: Table = {
         options="verl.model_engine.megatron_options:Options",
         faults="verl.model_engine.megatron_options:megatron_faults",
     ),
+    "veomni": Backend(
+        build="verl.model_engine.veomni:build",
+        options="verl.model_engine.options:Options",
+        faults="verl.model_engine.veomni_options:veomni_faults",
+    ),
 }
 ROLLOUT: Table = {
     "native": Backend(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from verl.accel.families import DELTA_TYPES, FUSED_TYPES, STATE_LAYERS, unpacked_states
 from verl.config.adapter import teacher_models
-from verl.config.backends import layout_of, options_of
+from verl.config.backends import engine_name, layout_of, options_of
 from verl.config.cluster import placed_roles
 from verl.config.model_files import describe_model, folder_format, read_model_config, text_config
 from verl.config.schema import Config
@@ -54,12 +54,13 @@ def _state_faults(config: Config) -> Iterator[str]:
 
 
 def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
-    """Yield a line per fault."""
+    """Yield a line per fault of the engines that divide a model among ranks."""
+    engine = engine_name(config, "model")
     if config.cluster.backend == "inproc":
-        yield "model.engine=sharded with cluster.backend=inproc: this process has no others; set model.engine=torch"
+        yield f"model.engine={engine} with cluster.backend=inproc: this process has no others; set model.engine=torch"
         return
     if options_of(config, "model").compile:
-        yield f"{COMPILE} with model.engine=sharded: one process alone compiles; leave it out, or use one rank"
+        yield f"{COMPILE} with model.engine={engine}: one process alone compiles; leave it out, or use one rank"
     if config.model.quantization != "none":
         fix = "use one rank (model.engine=torch), or leave model.quantization out"
         yield f"model.quantization={config.model.quantization}: codes are not divided among ranks; {fix}"
@@ -68,7 +69,7 @@ def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str
     yield from _state_faults(config)
     layout = layout_of(config)
     if layout.world_size == 1:
-        yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"
+        yield f"model.engine={engine} wants several ranks: set cluster.ranks_per_node, or model.engine=torch"
     if impossible := [*cannot(layout)]:
         yield from impossible
         return

@@ -25,6 +25,7 @@ from verl.errors import Refused
 from verl.model_engine.hf_model import refuse_other_weights
 from verl.models.families import auto_class
 from verl.nn.quant import QuantisedTensor, read_quantised
+from verl.nn.transformers_compat import loading_report
 
 Index = tuple[slice, ...]
 
@@ -151,11 +152,17 @@ def part_and_place(t: Tensor) -> tuple[Tensor, Index]:
 
 
 def open_skeleton(
-    path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True, quantised: bool = False
+    path: Path,
+    *,
+    trust_remote_code: bool = False,
+    needs_lm_head: bool = True,
+    quantised: bool = False,
+    make: Callable[[Any], Any] | None = None,
 ) -> Skeleton | None:
     """Open a folder as `load_causal_lm` does, with the same errors, but read no weight. Return None for a folder
     without safetensors, or one without weights that transformers would initialise. quantised: the folder may have
-    weights that bitsandbytes quantised."""
+    weights that bitsandbytes quantised · make: returns the float32 model of a configuration; None: transformers
+    does."""
     if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
         return None
     config = check_loadable(path, trust_remote_code=trust_remote_code, quantised=quantised)
@@ -169,9 +176,8 @@ def open_skeleton(
         stored[name] = files[name], torch.empty(shape, device="meta")
     try:
         with torch.device("meta"):
-            model: Any = auto_class(config).from_config(
-                config, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
+            given = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
+            model: Any = auto_class(config).from_config(config, **given) if make is None else make(config)
         made, unexpected, wrong = _plan(model, {name: t for name, (_, t) in stored.items()})
     except BUILD_ERRORS as e:
         raise cannot_load(path, e) from e
@@ -274,13 +280,11 @@ def _tied(model: Any, files: Mapping[str, Path], made: Sequence[_Made]) -> list[
 def _faults(model: Any, found: set[str], unexpected: set[str]) -> tuple[set[str], set[str], bool]:
     """Return (missing weights, tensors that the model lacks, True if transformers would initialise some missing
     weights)."""
-    from transformers.utils.loading_report import LoadStateDictInfo
-
     for alias, owner in model.all_tied_weights_keys.items():
         if owner in found or alias in found:
             found |= {alias, owner}
     missing = {*model.state_dict()} - found
-    values = LoadStateDictInfo({*missing}, {*unexpected}, set(), [], {}, set())
+    values = loading_report(missing, unexpected)
     model._adjust_missing_and_unexpected_keys(values)
     return values.missing_keys, values.unexpected_keys, values.missing_keys != missing
 

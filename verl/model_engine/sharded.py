@@ -38,7 +38,7 @@ from verl.model_engine.sharded_copy import ShardedCopy, accumulate_in_float32
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.torch_engine import TorchEngine
-from verl.model_engine.units import gathered_units, layers_of, shard_unit
+from verl.model_engine.units import GatheredRoot, gathered_units, layers_of, shard_unit
 from verl.nn.attention import plan_attention
 from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
@@ -49,19 +49,6 @@ from verl.nn.tensor_parallel import TensorParallel
 from verl.nn.torch_compat import share_shards
 
 Fill = Callable[[Mapping[str, Tensor]], None]
-
-
-class _Root(nn.Module):
-    """The module that FSDP wraps as a whole. A pass of the engine runs as a method of it: only then does FSDP gather
-    the weights that belong to no layer (embeddings, last norm, heads) before the pass."""
-
-    def __init__(self, model: nn.Module, value_head: nn.Module | None) -> None:
-        super().__init__()
-        self.model, self.value_head = model, value_head
-
-    def run(self, fn: Any, *args: Any) -> Any:
-        accumulate_in_float32(self)
-        return fn(*args)
 
 
 class ShardedModel(LocalModel):
@@ -103,17 +90,11 @@ class ShardedModel(LocalModel):
             raise Refused(f"{key} wants model.engine_options.attention=auto")
         if layout.sequence > 1:
             check_heads(self.model.config.get_text_config(), layout.sequence, layout.tensor)
-        self.root: Any = _Root(self.model, self.value_head)
+        self.root: Any = GatheredRoot(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
         tied = lm_head.weight is self.model.get_input_embeddings().weight
         alone = [lm_head] if self.value_head is not None and not tied else []
-        tensor = TensorParallel(self.model, self.mesh["tensor"]) if layout.tensor > 1 else None
-        for module in (*experts, *gathered_units(self.model), *alone, self.root):
-            if tensor is not None:
-                tensor.split(module)
-            shard_unit(module, mesh=over_experts if module in experts else over)
-        if tensor is not None:
-            self.vocabulary = tensor.finish()
+        self._shard([*experts], [*gathered_units(self.model), *alone], over, over_experts)
         for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -128,6 +109,19 @@ class ShardedModel(LocalModel):
             parameters = dict(self.model.named_parameters(remove_duplicate=False))
             every = parameters | {name: b for name, b in buffers.items() if name in saved}
             self._fill_parts({name: t for name, t in every.items() if not is_factor(name)})
+
+    def _shard(
+        self, experts: list[nn.Module], units: list[nn.Module], over: DeviceMesh, over_experts: DeviceMesh | None
+    ) -> None:
+        """Share the parameters of the model among the ranks. experts: the modules of experts that ranks have, over
+        their mesh · units: the modules that are gathered together, over the mesh of weights"""
+        tensor = TensorParallel(self.model, self.mesh["tensor"]) if self.layout.tensor > 1 else None
+        for module in (*experts, *units, self.root):
+            if tensor is not None:
+                tensor.split(module)
+            shard_unit(module, mesh=over_experts if module in experts else over)
+        if tensor is not None:
+            self.vocabulary = tensor.finish()
 
     def _make_room(self) -> None:
         """Allocate this rank's parts of a model that was built without storage; tied parameters stay one tensor."""

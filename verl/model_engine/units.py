@@ -8,7 +8,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from verl.model_engine.sharded_copy import accumulate_in_float32
 from verl.models.families import family_of
+
+
+class GatheredRoot(nn.Module):
+    """The module that FSDP wraps as a whole. A pass of the engine runs as a method of it: only then does FSDP gather
+    the weights that belong to no layer (embeddings, last norm, heads) before the pass."""
+
+    def __init__(self, model: nn.Module, value_head: nn.Module | None) -> None:
+        super().__init__()
+        self.model, self.value_head = model, value_head
+        self._no_split_modules: list[str] = list(getattr(model, "_no_split_modules", None) or ())
+
+    def run(self, fn: Any, *args: Any) -> Any:
+        """Return fn(*args), a pass, with the weights of the root gathered."""
+        accumulate_in_float32(self)
+        return fn(*args)
 
 
 def layers_of(model: Any) -> list[nn.Module]:

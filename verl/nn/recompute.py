@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from verl.errors import Refused
+from verl.nn.transformers_compat import enable_checkpointing
 
 BY = "recomputed by"
 """The key of an autograd node's metadata."""
@@ -51,7 +52,7 @@ def checkpoint_layers(model: Any, how: str) -> None:
     given: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}  # no pass has random numbers
     if how == "selective":
         given["context_fn"] = partial(create_selective_checkpoint_contexts, _operations(KEPT))
-    model.activation_checkpointing_enable(given)
+    enable_checkpointing(model, given)
 
 
 def _operations(names: Iterable[str]) -> list[torch._ops.OpOverload]:

@@ -1,0 +1,159 @@
+"""The VeOmni engine against the engine of one process, in the environment of `make test-veomni`."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import cases
+import pytest
+import torch
+from cases import BUDGET, EXPERTS, HEADS, SIZES, TOP_K, Case, differences, on_rank, one_process, share, together
+from forked import run
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from verl.errors import Refused
+from verl.model_engine import veomni
+from verl.model_engine.base import EngineContext
+from verl.model_engine.hf_parts import open_skeleton
+from verl.model_engine.layout import Layout
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.options import Options
+from verl.model_engine.settings import EngineSettings
+
+IN_ONE_PROCESS = cases.engine
+BIASED = "qwen2"
+LAYOUTS = {
+    "DP": Layout(world_size=2, replicate=2),
+    "FSDP": Layout(world_size=2),
+    "FSDP, three": Layout(world_size=3),
+    "HSDP": Layout(world_size=4, replicate=2),
+    "SP": Layout(world_size=2, sequence=2),
+    "FSDP x SP": Layout(world_size=4, sequence=2),
+    "HSDP x SP": Layout(world_size=4, sequence=2, replicate=2),
+}
+GRID = [
+    ("DP", "actor", BIASED, True, False),
+    ("FSDP", "actor", "qwen3, tied", True, False),
+    ("FSDP", "critic", "llama, biases", False, False),
+    ("FSDP", "actor", EXPERTS, True, True),
+    ("FSDP, three", "reward_model", "qwen3, tied", True, False),
+    ("HSDP", "critic", EXPERTS, True, False),
+    ("HSDP", "actor", "llama, biases", False, True),
+    ("SP", "actor", "qwen3, tied", True, False),
+    ("SP", "critic", BIASED, True, False),
+    ("FSDP x SP", "reference", "llama, biases", True, False),
+    ("FSDP x SP", "actor", EXPERTS, True, False),
+    ("HSDP x SP", "actor", "qwen3, tied", True, True),
+]
+
+
+@pytest.fixture(autouse=True)
+def engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks get VeOmni's engine; one process computes with that of torch."""
+    monkeypatch.setitem(cases.MODELS, BIASED, lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=False)))
+    monkeypatch.setattr(cases, "engine", engine)
+
+
+def engine(name: str, role: str, layout: Layout | None, lender: Any = None, **given: Any) -> Any:
+    if layout is None:
+        return IN_ONE_PROCESS(name, role, None, **given)
+    with tempfile.TemporaryDirectory() as folder:
+        cases.model(name).save_pretrained(folder)
+        found = open_skeleton(Path(folder), make=veomni.foundation_model)
+        assert found is not None
+        assert type(found.model).__module__.startswith("veomni."), "the model code is that of VeOmni"
+        settings: dict[str, Any] = dict(
+            head=HEADS.get(role, "lm"),
+            optim=OptimSpec(lr=1e-2) if role in ("actor", "critic") else None,
+            dtype="float32",
+            max_tokens_per_microbatch=BUDGET,
+            top_k=TOP_K,
+        )
+        if role in ("critic", "reward_model"):
+            settings["score"] = torch.randn(1, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1))
+        return veomni.VeomniEngine(found.model, EngineSettings(**settings | given), layout=layout, fill=found.fill)
+
+
+@pytest.mark.parametrize("layout, role, name, shared, idle", GRID)
+def test_every_layout_gives_what_one_process_gives(layout: str, role: str, name: str, shared: bool, idle: bool) -> None:
+    at = LAYOUTS[layout]
+    case = Case(at, role, shared, idle and at.data > 1, name)
+    expected = one_process(case)
+    assert all(t.abs().max() > 0 for t in expected.values()), "a test of zeros proves nothing"
+    found = together(case, run(at.world_size, lambda rank: on_rank(case, rank)))
+    wrong = differences(found, expected)
+    assert not wrong, wrong
+
+
+def trained(case: Case, rank: int | None, e: Any, steps: int) -> Any:
+    for _ in range(steps):
+        if rank is None:
+            _, batch, terms = case.batch()
+            e.forward_backward(batch, terms)
+        else:
+            _, batch, count = share(case, rank)
+            e.forward_backward(batch, case.batch()[2], count)
+        e.optim_step()
+    return e
+
+
+def weights(e: Any) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in e.weights()}
+
+
+@pytest.mark.parametrize("name", ["qwen3, tied", EXPERTS])
+def test_a_run_goes_on_with_another_engine(name: str, tmp_path: Path) -> None:
+    """Three updates on VeOmni's ranks are those of one process; its checkpoint continues in one process, too."""
+    exact = {"dtype": "float32" if name == EXPERTS else "float64"}  # Adam takes steps of the noise in a gradient of 0
+    case, close = Case(LAYOUTS["FSDP"], model=name), {"rtol": 2e-3 if name == EXPERTS else 1e-5}
+    alone = IN_ONE_PROCESS(name, "actor", None, **exact)
+    start, three = weights(alone), weights(trained(case, None, alone, 3))
+    four = weights(trained(case, None, alone, 1))
+    assert max(float((three[n] - w).abs().max()) for n, w in start.items()) > 1e-3, "nothing was learned"
+
+    def on(rank: int) -> dict[str, torch.Tensor]:
+        e = trained(case, rank, engine(name, "actor", case.layout, **exact), 3)
+        e.save(tmp_path)
+        return weights(e)
+
+    for theirs in run(2, on):
+        assert not differences(theirs, three, **close)
+    again = IN_ONE_PROCESS(name, "actor", None, **exact)
+    again.load(tmp_path)
+    assert not differences(weights(trained(case, None, again, 1)), four, **close)
+
+
+def test_the_start_is_the_folder_and_the_parts_are_the_whole() -> None:
+    case = Case(LAYOUTS["HSDP"], model=EXPERTS)
+    saved = {name: p.detach() for name, p in cases.model(EXPERTS).named_parameters()}
+
+    def on(rank: int) -> tuple[dict[str, torch.Tensor], list[tuple[str, Any, torch.Tensor]]]:
+        e = engine(EXPERTS, "actor", case.layout)
+        parts = [(p.name, p.index, p.mine().clone()) for p in e.weight_parts() if p.mine is not None]
+        return weights(e), parts
+
+    found = run(4, on)
+    made = {name: torch.full_like(t, torch.nan) for name, t in saved.items()}
+    for whole, parts in found:
+        assert whole.keys() == saved.keys()
+        assert all(torch.equal(whole[name], t) for name, t in saved.items())
+        for name, index, mine in parts:
+            assert made[name][index].isnan().all(), f"{name} is delivered twice"
+            made[name][index] = mine
+    assert all(torch.equal(made[name], t) for name, t in saved.items())
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases.model("qwen3, tied").save_pretrained(tmp_path)
+    context = EngineContext(folder=tmp_path)
+    with pytest.raises(Refused, match="several ranks"):
+        veomni.build(Options(), context)
+    monkeypatch.setattr(veomni, "version", lambda package: "5.23.0" if package == "transformers" else "0.1.12")
+    with pytest.raises(Refused, match=r"transformers is 5\.23\.0 in this environment"):
+        veomni.build(Options(), context)
+    config = cases.model("qwen3, tied").config.__class__(**SIZES)
+    config.model_type = "gemma2"
+    with pytest.raises(Refused, match="gemma2 was not compared"):
+        veomni.foundation_model(config)
