@@ -40,7 +40,9 @@ USAGE = """usage: verl VERB [key=value ...]
   simulate  (as train) token_s=S sequence_s=S  the pace with this and other staleness, under a virtual clock: a decode
             update_s=S [publish_s=S]           step takes token_s, and sequence_s more for each sequence; answers
             mean_tokens=N sigma=X | from=RUN   of log-normal lengths, or those of a run, with its times
-            [json=true]
+            [trace=FILE] [json=true]           what each part did, for chrome://tracing
+            [grid={KEY: [VALUES], ...}         every combination, and those that no other one beats
+             price_per_hour=P]                 (of a replica; trainer_price_per_hour=P of the devices that train)
   replicas  RUN list | add [URL] | remove N    servers that join and leave a run while it goes on
   show      RUN [RUN ...] | --live RUN         the steps of runs; a page that follows a run
   show      RUN cluster_file=F                 the seconds that the planner predicts beside those measured

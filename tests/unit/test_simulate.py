@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+from itertools import pairwise
+from operator import le
 
 import numpy as np
 import pytest
@@ -154,6 +156,66 @@ def test_the_verb_prints_a_table_over_staleness(tmp_path, capsys) -> None:
     ):
         assert main(["simulate", *line, *args]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_grid_prints_the_points_that_no_other_one_beats(tmp_path, capsys) -> None:
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "train.jsonl", 64)
+    line = [f"model.path={model}", f"data.train_files={rows}", "step.prompts_per_step=4", "pipeline.placement=split"]
+    times = ["token_s=0.01", "sequence_s=0.001", "update_s=3", "mean_tokens=20", "sigma=0.5"]
+    grid = "grid={rollout.replicas: [1, 2, 4], pipeline.staleness: [0, 1, 2]}"
+    priced = ["price_per_hour=2", "trainer_price_per_hour=6"]
+    assert main(["simulate", *line, *times, grid, *priced, "json=true"]) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert len(points) == 9
+    assert all(p["price"] == pytest.approx((2 * p["replicas"] + 6) * p["step_s"] / 3600) for p in points)
+    assert main(["simulate", *line, *times, grid, *priced]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    kept = {(int(row.split()[0]), float(row.split()[1])) for row in shown[2:]}
+
+    def numbers(p):
+        return 1 / p["tokens_per_s"], p["price"] / (p["tokens_per_s"] * p["step_s"]), p["staleness"]
+
+    front = {
+        (p["replicas"], p["staleness"])
+        for p in points
+        if not any(numbers(o) != numbers(p) and all(map(le, numbers(o), numbers(p))) for o in points)
+    }
+    assert kept == front and 1 < len(front) < 9
+    assert shown[0].startswith(f"{len(front)} of 9 points")
+    for args, why in (
+        (["grid={rollout.replica: [1]}"], "rollout.replica: there is no such key"),
+        (["grid={optim.lr: [1]}"], "optim.lr: no simulated run reads it"),
+        (["grid={rollout.replicas: 2}"], "a list of values is expected"),
+        (["grid=[1, 2]"], "{KEY: [VALUES], ...} is expected"),
+        (["grid={rollout.replicas: [0]}"], "rollout.replicas=0"),
+        (["grid={step.prompts_per_step: [" + ", ".join(map(str, range(1, 1500))) + "]}"], "at most 1,000"),
+        (["grid={rollout.replicas: [1]}", f"trace={tmp_path / 't.json'}"], "a trace is of one run"),
+        (priced, "is of grid="),
+    ):
+        assert main(["simulate", *line, *times, *args]) == 2
+        assert why in capsys.readouterr().err
+
+
+def test_a_trace_has_all_the_time_of_every_part(tmp_path, capsys) -> None:
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "train.jsonl", 64)
+    line = [f"model.path={model}", f"data.train_files={rows}", "step.prompts_per_step=4", "rollout.replicas=2"]
+    times = ["token_s=0.01", "sequence_s=0.001", "update_s=3", "publish_s=0.5", "mean_tokens=20", "sigma=0.5"]
+    assert main(["simulate", *line, *times, "pipeline.placement=split", f"trace={tmp_path / 't.json'}"]) == 0
+    shown = capsys.readouterr().out
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert [*names.values()] == ["trainer", "replica 0", "replica 1"]
+    spans = {part: [e for e in events if e["ph"] == "X" and names[e["tid"]] == part] for part in names.values()}
+    end = max(e["ts"] + e["dur"] for e in spans["trainer"])
+    assert sum(e["dur"] for e in spans["trainer"]) == pytest.approx(end), "wait, update and publish fill the time"
+    assert {e["name"] for e in spans["trainer"]} == {"wait", "update", "publish"}
+    for part in spans.values():
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in pairwise(part))
+    busy = sum(e["dur"] for part in ("replica 0", "replica 1") for e in spans[part]) / (2 * end)
+    idle = next(row.split()[4] for row in shown.splitlines() if "*" in row)
+    assert busy == pytest.approx(1 - float(idle.strip("%")) / 100, abs=0.02)
+    assert main(["simulate", *line, *times, f"trace={tmp_path / 't.json'}"]) == 2
+    assert "it exists: name another file" in capsys.readouterr().err
 
 
 def test_the_answers_and_times_of_a_run(tmp_path) -> None:

@@ -88,11 +88,23 @@ class Simulated:
         return self.tokens / self.period_s
 
 
+class Spans(list[tuple[str, float, float]]):
+    """What a part of a simulated run did: (name, start, end) in seconds, in order."""
+
+    def add(self, name: str, start_s: float, end_s: float) -> None:
+        """Add a span, or lengthen the last one if it is of this name and ends where this one starts."""
+        if end_s <= start_s:
+            return
+        if self and self[-1][0] == name and self[-1][2] == start_s:
+            start_s = self.pop()[1]
+        self.append((name, start_s, end_s))
+
+
 class _Replica:
     """An engine under the virtual clock: in each decode step every sequence gets one token."""
 
     def __init__(self, most: int, decoding: Decoding) -> None:
-        self.most, self.decoding = most, decoding
+        self.most, self.decoding, self.spans = most, decoding, Spans()
         self.running: list[tuple[float, int, str]] = []  # a heap: decode steps of the replica at its end, number, group
         self.waiting: deque[tuple[int, int, str]] = deque()  # tokens, number, group
         self.steps = 0.0  # decode steps so far
@@ -105,6 +117,7 @@ class _Replica:
         past_s, self.since_s = now_s - self.since_s, now_s
         if decodes and self.running:
             self.steps += past_s / self.decoding.step_s(len(self.running))
+            self.spans.add("decode", now_s - past_s, now_s)
         else:
             self.idle_s += past_s
 
@@ -140,7 +153,8 @@ class SimulatedRun(VirtualRun):
         self.drawn = self.samples = 0
         self.draining = False  # a publish waits for the running requests
         self.state = (True, False)  # at the last event: replicas decode, and they begin no request
-        self.free_since_s = self.waited_s = 0.0
+        self.free_since_s = self.waited_s = self.publish_since_s = 0.0
+        self.spans = Spans()  # of the trainer
         self.trained_tokens = 0
         self.lags: Counter[int] = Counter()
         self.ends: list[tuple[float, float, int, float]] = []  # at each publish: time, waits, tokens, idle seconds
@@ -204,19 +218,22 @@ class SimulatedRun(VirtualRun):
 
     def taken(self, batch: StepBatch) -> None:
         self.waited_s += self.now_s - self.free_since_s
+        self.spans.add("wait", self.free_since_s, self.now_s)
         self.lags.update(batch.staleness)
         self.trained_tokens += sum(self.tokens_of.pop(group_id) for group_id in batch.group_ids)
 
     def trained(self, batch: StepBatch) -> None:
+        self.spans.add("update", self.now_s - self.work.update_s, self.now_s)
         self.free_since_s = self.now_s
 
     def publish(self) -> None:
-        self.publishing = True
+        self.publishing, self.publish_since_s = True, self.now_s
         self.draining = not self.work.partial_rollout and any(one.running for one in self.replicas)
         if not self.draining:
             self.at(self.work.publish_s, "published")
 
     def published(self) -> int:
+        self.spans.add("publish", self.publish_since_s, self.now_s)
         self.free_since_s = self.now_s
         for one in self.replicas:
             one.count(self.now_s, self.state[0])
@@ -224,10 +241,8 @@ class SimulatedRun(VirtualRun):
         return super().published()
 
 
-def simulate(scheduler: Scheduler, work: Workload, *, publishes: int, warm: int = 2, seed: int = 0) -> Simulated:
-    """Play a run until its publish number `publishes`, and return its means after the first `warm` ones."""
-    if not 0 < warm < publishes:
-        raise Refused(f"{publishes=}: more than the {warm} that do not count")
+def play_until(scheduler: Scheduler, work: Workload, publishes: int, seed: int = 0) -> SimulatedRun:
+    """Play a run until its publish number `publishes`."""
     run = SimulatedRun(scheduler, work, seed=seed)
     while len(run.ends) < publishes:
         run.admit()
@@ -236,15 +251,27 @@ def simulate(scheduler: Scheduler, work: Workload, *, publishes: int, warm: int 
         run.settle()
         assert not run.stuck, scheduler.why_waiting(run.now_s)
         run.advance()
+    return run
+
+
+def simulate(scheduler: Scheduler, work: Workload, *, publishes: int, warm: int = 2, seed: int = 0) -> Simulated:
+    """Play a run until its publish number `publishes`, and return its means after the first `warm` ones."""
+    if not 0 < warm < publishes:
+        raise Refused(f"{publishes=}: more than the {warm} that do not count")
+    return means_of(play_until(scheduler, work, publishes, seed), warm)
+
+
+def means_of(run: SimulatedRun, warm: int) -> Simulated:
+    """Return the means of a run after its first `warm` publishes."""
     (begin_s, waited_s, tokens, idle_s), (end_s, all_waited_s, all_tokens, all_idle_s) = (
         run.ends[warm - 1],
         run.ends[-1],
     )
-    counted, groups = publishes - warm, run.lags.total()
+    counted, groups = len(run.ends) - warm, run.lags.total()
     return Simulated(
         period_s=(end_s - begin_s) / counted,
         wait_s=(all_waited_s - waited_s) / counted,
         tokens=(all_tokens - tokens) / counted,
-        idle_share=(all_idle_s - idle_s) / (end_s - begin_s) / work.replicas,
+        idle_share=(all_idle_s - idle_s) / (end_s - begin_s) / run.work.replicas,
         staleness={lag: number / groups for lag, number in sorted(run.lags.items())},
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import yaml
 
 from verl.config.devices import colocated, on_cuda
 from verl.config.load import Resolved
@@ -18,11 +19,12 @@ from verl.errors import Refused
 from verl.planner.card import supposed_card
 from verl.planner.checkpointing import settle_checkpointing
 from verl.planner.clock import pace_of
+from verl.planner.grid import Point, combinations, grid_table, point_of, write_trace
 from verl.planner.hardware import read_cluster
 from verl.planner.learned import learned_file
 from verl.planner.placement import AIMS, PlacedRun, as_data, best_placements, paced, render, smallest_cluster, work_of
 from verl.planner.plan import make_plan
-from verl.planner.simulate import lognormal
+from verl.planner.simulate import Simulated, lognormal
 from verl.planner.text import card_line, pace_line, render_plan
 from verl.planner.what_if import (
     SHAPE,
@@ -32,6 +34,7 @@ from verl.planner.what_if import (
     neighbours,
     not_counted,
     simulated,
+    simulated_run,
     table,
     workload_of,
 )
@@ -39,10 +42,14 @@ from verl.workers import host
 
 PLACEMENT = ("cluster_file", "aim", "mean_tokens", "sigma", "deadline_s")
 """Arguments of `verl plan` about the placement of roles on a cluster."""
+GRID_PUBLISHES = 12
+"""Publishes of each point of a grid, of which the first two do not count."""
 STEP_TIMES = ("rollout_s", "update_s")
 PLAN = (*STEP_TIMES, "card_gib", "json", *PLACEMENT)
 """The arguments of `verl plan` that are no keys of a run."""
-SIMULATE = (*TIMES, *SHAPE, "from", "json")
+PRICES = ("price_per_hour", "trainer_price_per_hour")
+"""Of a replica of the rollout, and of the devices that train."""
+SIMULATE = (*TIMES, *SHAPE, *PRICES, "from", "json", "grid", "trace")
 """Those of `verl simulate`."""
 
 
@@ -132,16 +139,39 @@ def print_simulated(resolved: Resolved, given: Mapping[str, str]) -> int:
         key: _number(key, given.get(key) or known[key], zero=key not in ("token_s", "mean_tokens")) for key in wanted
     }
     lengths = lengths_of(config, [numbers[key] for key in SHAPE if key in numbers], found)
-    runs = [(one, simulated(one, workload_of(one, numbers, lengths))) for one in neighbours(config)]
     line = not_counted(config)
+    if "grid" in given:
+        if "trace" in given:
+            raise Refused(f"trace={given['trace']} and grid=: a trace is of one run")
+        points = _grid(config, given, lambda one: simulated(one, workload_of(one, numbers, lengths), GRID_PUBLISHES))
+        data, text = {"points": [asdict(one) for one in points]}, grid_table(points)
+    else:
+        if given.get("price_per_hour") or given.get("trainer_price_per_hour"):
+            raise Refused("a price per hour is of grid={KEY: [VALUES], ...}")
+        runs = [(one, simulated(one, workload_of(one, numbers, lengths))) for one in neighbours(config)]
+        data = {"runs": [{"staleness": one.pipeline.staleness, **asdict(got)} for one, got in runs]}
+        text = table(config, runs)
+    if "trace" in given:
+        write_trace(Path(given["trace"]), simulated_run(config, workload_of(config, numbers, lengths)))
     if as_json:
-        rows = [{"staleness": one.pipeline.staleness, **asdict(got)} for one, got in runs]
-        _print_json({"runs": rows, "not_counted": line})
+        _print_json({**data, "not_counted": line})
         return 0
-    print(table(config, runs))
+    print(text)
     if line:
         print(line)
     return 0
+
+
+def _grid(config: Config, given: Mapping[str, str], pace: Callable[[Config], Simulated]) -> list[Point]:
+    """Return the points of a grid with their pace."""
+    try:
+        grid = yaml.safe_load(given["grid"])
+    except yaml.YAMLError:
+        grid = None
+    if not isinstance(grid, dict) or not grid:
+        raise Refused(f"grid={given['grid']}: {{KEY: [VALUES], ...}} is expected: grid='{{rollout.replicas: [1, 2]}}'")
+    prices = [_number(key, given.get(key, "0"), "of a device, per hour", zero=True) for key in PRICES]
+    return [point_of(values, one, pace(one), (prices[0], prices[1])) for values, one in combinations(config, grid)]
 
 
 def _wants_json(given: Mapping[str, str]) -> bool:

@@ -13,11 +13,21 @@ from verl.config.schema import Config
 from verl.driver.scheduler import Scheduler
 from verl.errors import Refused
 from verl.planner.columns import aligned
-from verl.planner.simulate import Decoding, Lengths, Simulated, Workload, lengths_like, lognormal, simulate
+from verl.planner.simulate import (
+    Decoding,
+    Lengths,
+    Simulated,
+    SimulatedRun,
+    Workload,
+    lengths_like,
+    lognormal,
+    means_of,
+    play_until,
+)
 
 STALENESS = (0.0, 0.25, 0.5, 1.0, 2.0)
-PUBLISHES = 22
-"""Publishes of a simulated run, of which the first two do not count."""
+PUBLISHES, WARM = 22, 2
+"""Publishes of a simulated run, and those of them that do not count."""
 FEWEST_LENGTHS = 50
 TIMES = ("token_s", "sequence_s", "update_s", "publish_s")
 SHAPE = ("mean_tokens", "sigma")
@@ -80,6 +90,11 @@ def workload_of(config: Config, times: Mapping[str, float], lengths: Lengths) ->
 
 def simulated(config: Config, work: Workload, publishes: int = PUBLISHES) -> Simulated:
     """Return the pace of this configuration in the long run, per publish."""
+    return means_of(simulated_run(config, work, publishes), WARM)
+
+
+def simulated_run(config: Config, work: Workload, publishes: int = PUBLISHES) -> SimulatedRun:
+    """Play this configuration until its publish number `publishes`."""
     p = config.pipeline
     scheduler = Scheduler(
         prompts_per_step=config.step.prompts_per_step,
@@ -88,7 +103,7 @@ def simulated(config: Config, work: Workload, publishes: int = PUBLISHES) -> Sim
         staleness=p.staleness,
         oversample=p.oversample,
     )
-    return simulate(scheduler, work, publishes=publishes, seed=config.run.seed)
+    return play_until(scheduler, work, publishes, config.run.seed)
 
 
 def neighbours(config: Config) -> list[Config]:

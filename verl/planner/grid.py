@@ -1,0 +1,122 @@
+"""`verl simulate grid={KEY: [VALUES], ...}`: every combination of values under the virtual clock, and the points that
+no other one beats; `verl simulate trace=FILE`: what each part of the simulated run did, for chrome://tracing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.schema import Config
+from verl.config.tree import changed, leaves, text_of
+from verl.config.validate import validate
+from verl.errors import Refused
+from verl.names import did_you_mean
+from verl.planner.columns import aligned
+from verl.planner.simulate import Simulated, SimulatedRun
+
+MOST_POINTS = 1000
+SIMULATED_KEYS = (
+    *("step.prompts_per_step", "step.samples_per_prompt", "rollout.replicas", "rollout.max_concurrent_sequences"),
+    *("pipeline.staleness", "pipeline.sync_every", "pipeline.oversample", "pipeline.partial_rollout"),
+    *("pipeline.placement", "rollout.max_response_tokens"),
+)
+"""The keys on which a simulated run depends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A combination of values with its pace."""
+
+    values: Mapping[str, Any]
+    staleness: float
+    step_s: float
+    tokens_per_s: float
+    price: float
+    """Of a step; 0 without prices."""
+    replicas: int
+
+    @property
+    def price_per_million_tokens(self) -> float:
+        return 1e6 * self.price / (self.tokens_per_s * self.step_s)
+
+    @property
+    def worse_is_more(self) -> tuple[float, float, float]:
+        """The numbers of which less is better: seconds per answer token, price per token (or replicas), staleness."""
+        per_token = 1 / self.tokens_per_s
+        return per_token, self.price_per_million_tokens or self.replicas, self.staleness
+
+
+def combinations(config: Config, grid: Mapping[str, Any]) -> list[tuple[dict[str, Any], Config]]:
+    """Return the values and the configuration of each point of a grid. Raise Refused for a key that no simulated run
+    reads, a value that is no list, and a combination that cannot run."""
+    for key, values in grid.items():
+        if key not in SIMULATED_KEYS:
+            why = "no simulated run reads it" if key in leaves() else "there is no such key"
+            raise Refused(f"grid: {key}: {why}{did_you_mean(key, SIMULATED_KEYS)}; one of {', '.join(SIMULATED_KEYS)}")
+        if not isinstance(values, list) or not values:
+            raise Refused(f"grid: {key}={text_of(values)}: a list of values is expected")
+    points = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+    if len(points) > MOST_POINTS:
+        raise Refused(f"grid: {len(points):,} points; at most {MOST_POINTS:,}")
+    made = [(values, changed(config, values)) for values in points]
+    for _, one in made:
+        validate(one)
+    return made
+
+
+def point_of(values: Mapping[str, Any], config: Config, got: Simulated, prices: tuple[float, float]) -> Point:
+    """Return a point. prices: per hour, of a replica and of the trainer."""
+    step_s = got.period_s / config.pipeline.sync_every
+    hourly = prices[0] * config.rollout.replicas + prices[1]
+    return Point(
+        values=values,
+        staleness=config.pipeline.staleness,
+        step_s=step_s,
+        tokens_per_s=got.tokens_per_s,
+        price=hourly * step_s / 3600,
+        replicas=config.rollout.replicas,
+    )
+
+
+def front_of(points: Sequence[Point]) -> list[Point]:
+    """Return the points that no other one beats: none is at most as bad in each number and better in one."""
+
+    def beaten(one: Point) -> bool:
+        own = one.worse_is_more
+        every = (other.worse_is_more for other in points)
+        return any(other != own and all(a <= b for a, b in zip(other, own)) for other in every)
+
+    return [one for one in points if not beaten(one)]
+
+
+def grid_table(points: Sequence[Point]) -> str:
+    """Return a line for each point of the front, the fastest first."""
+    front = sorted(front_of(points), key=lambda one: one.worse_is_more)
+    keys, priced = [*points[0].values], any(one.price for one in points)
+    rows = [(*keys, "s per step", "tokens/s", *(("price per step", "per million tokens") if priced else ()))]
+    for one in front:
+        prices = (f"{one.price:.4g}", f"{one.price_per_million_tokens:.4g}") if priced else ()
+        each = (text_of(one.values[key]) for key in keys)
+        rows.append((*each, f"{one.step_s:.4g}", f"{one.tokens_per_s:,.0f}", *prices))
+    less = "price per token" if priced else "replicas"
+    about = f"{len(front)} of {len(points)} points are not beaten in tokens per second, {less} and staleness together:"
+    return "\n".join([about, *aligned(rows, right=True)])
+
+
+def write_trace(file: Path, run: SimulatedRun) -> None:
+    """Write what trainer and replicas of a run did, in the trace format of Chrome. Raise Refused if the file exists."""
+    if file.exists() or not file.parent.is_dir():
+        raise Refused(f"trace={file}: {'it exists' if file.exists() else 'its folder does not'}: name another file")
+    parts = {"trainer": run.spans, **{f"replica {i}": one.spans for i, one in enumerate(run.replicas)}}
+    events: list[dict[str, Any]] = []
+    for number, (part, spans) in enumerate(parts.items()):
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": part}})
+        events += (
+            {"name": name, "ph": "X", "pid": 0, "tid": number, "ts": 1e6 * start_s, "dur": 1e6 * (end_s - start_s)}
+            for name, start_s, end_s in spans
+        )
+    file.write_text(json.dumps({"traceEvents": events}))
