@@ -36,7 +36,7 @@ class Point:
     step_s: float
     tokens_per_s: float
     price: float
-    """Of a step; 0 without prices."""
+    """The price of a step; 0 without prices."""
     replicas: int
 
     @property

@@ -89,7 +89,7 @@ class Simulated:
 
 
 class Spans(list[tuple[str, float, float]]):
-    """What a part of a simulated run did: (name, start, end) in seconds, in order."""
+    """The (name, start, end) in seconds of what a part of a simulated run did, in order."""
 
     def add(self, name: str, start_s: float, end_s: float) -> None:
         """Add a span, or lengthen the last one if it is of this name and ends where this one starts."""

@@ -48,7 +48,7 @@ STEP_TIMES = ("rollout_s", "update_s")
 PLAN = (*STEP_TIMES, "card_gib", "json", *PLACEMENT)
 """The arguments of `verl plan` that are no keys of a run."""
 PRICES = ("price_per_hour", "trainer_price_per_hour")
-"""Of a replica of the rollout, and of the devices that train."""
+"""The prices of a replica of the rollout, and of the devices that train."""
 SIMULATE = (*TIMES, *SHAPE, *PRICES, "from", "json", "grid", "trace")
 """Those of `verl simulate`."""
 
