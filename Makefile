@@ -139,10 +139,12 @@ veomni-env megatron-env: setup
 test-veomni: export GLOO_SOCKET_IFNAME := lo
 test-veomni: veomni-env
 	$(CURDIR)/.venv-veomni/bin/python -m pytest -q tests/veomni
+	$(BIN)/python -m pytest -q tests/distributed/test_child_run.py -k veomni
 
 test-megatron: export GLOO_SOCKET_IFNAME := lo
 test-megatron: megatron-env
 	$(CURDIR)/.venv-megatron/bin/python -m pytest -q tests/megatron
+	$(BIN)/python -m pytest -q tests/distributed/test_child_run.py -k megatron
 
 lint: style types
 

@@ -1,7 +1,7 @@
 """Model engines in child processes of another interpreter: what they compute is what this process computes.
 
-VERL_WORKER_PYTHON names the interpreter of an environment with another torch (`make test-workers` makes one); without
-it the processes are of this environment."""
+VERL_WORKER_PYTHON names the interpreter of an environment with another torch (docs/engines_training.md); without it the
+processes are of this environment."""
 
 from __future__ import annotations
 

@@ -8,8 +8,10 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import psutil
+import pytest
 import torch
 from children import children
 from safetensors.torch import load_file
@@ -19,9 +21,11 @@ from verl.config.load import load_config
 from verl.driver.launch import run_rl
 
 PYTHON = os.environ.get("VERL_WORKER_PYTHON", sys.executable)
-TWO = ("cluster.backend=processes", "cluster.ranks_per_node=2", f"model.python={PYTHON}", "track.sinks=[jsonl]")
+RANKS = ("cluster.backend=processes", "cluster.ranks_per_node=2", "track.sinks=[jsonl]")
+TWO = (*RANKS, f"model.python={PYTHON}")
 SAME = ("optim.eps=1e-5", "run.save_every_steps=1")
 WAIT_S = 180.0
+ROOT = Path(__file__).parents[2]
 
 
 def exported(root, step):
@@ -35,6 +39,28 @@ def test_ranks_in_child_processes_learn_what_one_process_learns_and_resume(tmp_p
     for steps in (2, 3):
         small_run(here, tiny_model, data, *SAME, f"run.total_steps={steps}")
         small_run(there, tiny_model, data, *SAME, f"run.total_steps={steps}", *TWO)
+    compare(here, there, tiny_model)
+    assert not [child for child in children() if "workers.children" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("engine, layout", [("veomni", ()), ("megatron", ("parallel.pipeline=2",))])
+def test_the_ranks_of_another_engine_learn_it_and_one_process_goes_on(
+    engine, layout, tmp_path, tiny_model, arithmetic_data
+):
+    """Two steps by ranks in the environment of the engine (make ENGINE-env); the third one by the engine of torch."""
+    python = ROOT / f".venv-{engine}" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"there is no environment of {engine}: make {engine}-env")
+    data, here, there = arithmetic_data[:1], tmp_path / "here", tmp_path / "there"
+    small_run(here, tiny_model, data, *SAME, "run.total_steps=3")
+    more = (f"model.engine={engine}", f"model.python={python}", *layout)
+    small_run(there, tiny_model, data, *SAME, "run.total_steps=2", *RANKS, *more)
+    small_run(there, tiny_model, data, *SAME, "run.total_steps=3")
+    compare(here, there, tiny_model)
+
+
+def compare(here, there, tiny_model):
+    """Check that two runs of three steps learned the same from the same answers."""
     start = load_file(tiny_model / "model.safetensors")
     ours, theirs = exported(here, 3), exported(there, 3)
     assert ours.keys() == theirs.keys()
@@ -43,7 +69,6 @@ def test_ranks_in_child_processes_learn_what_one_process_learns_and_resume(tmp_p
         assert (theirs[name] - value).abs().max() <= 1e-3 * moved + 1e-7, name
     mine, found = metrics_of(here / "r"), metrics_of(there / "r")
     assert [found[step]["critic/score/mean"] for step in (1, 2, 3)] == [mine[s]["critic/score/mean"] for s in (1, 2, 3)]
-    assert not [child for child in children() if "workers.children" in " ".join(child.cmdline())]
 
 
 def test_a_killed_rank_is_named_and_the_run_starts_again(tmp_path, tiny_model, arithmetic_data, capsys):

@@ -197,6 +197,11 @@ class ShardedModel(LocalModel):
     def local(self, t: Tensor) -> Tensor:
         return t.to_local() if isinstance(t, DTensor) else t
 
+    def dimensions(self, t: DTensor) -> tuple[str, ...]:
+        """Return the dimensions of the engine's meshes over which a tensor is spread."""
+        assert t.device_mesh.mesh_dim_names is not None
+        return t.device_mesh.mesh_dim_names
+
     def start_factor(self, p: Any, whole: Tensor) -> Tensor:
         if _split_by_tensor(p):
             placement = p.placements[p.device_mesh.mesh_dim_names.index("tensor")]
@@ -448,8 +453,9 @@ class ShardedState(EngineState):
         local = t.to_local()
         if (part := super()._on_host(local, copy=copy)) is local:
             return t
-        assert self._host is not None and t.device_mesh.mesh_dim_names is not None
-        mesh = self._host[0]["expert" in t.device_mesh.mesh_dim_names][t.device_mesh.mesh_dim_names]
+        assert self._host is not None
+        names = self._local.dimensions(t)
+        mesh = self._host[0]["expert" in names][names]
         return DTensor(part, replace(t._spec, mesh=mesh), requires_grad=False)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from verl.errors import Refused
 from verl.model_engine.base import EngineContext
@@ -56,6 +57,9 @@ class VeomniModel(ShardedModel):
         for name, whole in head.items():  # VeOmni gave every parameter a new storage
             mine, index = part_and_place(self.root.value_head.get_parameter(name))
             mine.copy_(whole[index])
+
+    def dimensions(self, t: DTensor) -> tuple[str, ...]:
+        return ("replicate", "shard")[-t.device_mesh.ndim :]  # VeOmni's mesh has names of its own
 
 
 class VeomniEngine(ShardedEngine):
