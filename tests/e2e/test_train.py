@@ -92,7 +92,7 @@ def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data, c
     assert main(["doctor", str(run_dir)]) == 0
     assert "run: finished, 3 steps" in capsys.readouterr().out
     predicted = recorded_prediction(run_dir)
-    assert predicted is not None and {*predicted.seconds} == {"rollout", "experience", "update"}
+    assert predicted is not None and {*predicted.seconds} == {"rollout", "update"}
     assert main(["show", str(run_dir)]) == 0
     assert recorded_page(run_dir) in capsys.readouterr().out
     assert all(r.task_id and r.task_id != r.group_id for r in rows) and {r.stop_reason for r in rows} <= {

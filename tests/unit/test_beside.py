@@ -20,6 +20,7 @@ from verl.config.load import dump_config, load_config
 from verl.errors import Refused
 from verl.planner.beside import beside, learned_figures, measured_run, predicted_seconds, seconds_at
 from verl.planner.hardware import DEVICES, Nodes, read_cluster
+from verl.planner.learned import fitted_nodes
 from verl.planner.plan import make_plan
 from verl.planner.recorded import EVENT, recorded_page, recorded_prediction
 from verl.planner.text import render_plan
@@ -223,6 +224,8 @@ def test_runs_that_nothing_was_learned_from_are_predicted() -> None:
     records = json.loads(calibration.RECORD.read_text())
     at = calibration.learned(records)
     errors = [abs(calibration.step_error(calibration.observed(one), at)) for one in records[calibration.LEARNED :]]
+    with pytest.raises(Refused, match="4 runs do not determine compute_share, .* too much alike"):
+        fitted_nodes([calibration.observed(records[0])] * 4, at)
     assert len(errors) >= 16 and max(errors) <= calibration.WITHIN, errors
     assert statistics.median(errors) <= calibration.MEDIAN
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.chat.load import load_tokenizer, require_chat_template
 from verl.chat.template import Renderer, RenderError, render_prompt
-from verl.driver.assemble import decoder
+from verl.driver.setup import decoder
 
 
 def test_render_prompt_is_the_text_tokenised_once() -> None:

@@ -741,7 +741,7 @@ REFUSALS = [
     (["trainer.test_freq=True"], "expected a number"),
     ([f"{ROLLOUT}name=vllm", "rollout.fallback=none"], "refuses the native engine"),
     ([f"{ROLLOUT}name=mine"], "there are hf, native, vllm, sglang, trtllm"),
-    (["model_engine=mine"], "there is no such model engine"),
+    (["model_engine=mine"], "no model engine of the public project"),
     ([f"{ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio_low=0.2"], "contradict"),
     ([f"{ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio_high=0.28"], "contradict"),
     (["data.train_batch_size=100", f"{ACTOR}ppo_mini_batch_size=64"], "does not divide the 100 prompts"),

@@ -188,7 +188,7 @@ def test_a_model_of_text_refuses_them(given: dict[str, Any], by: Any, load: Any)
         load(given, by=by, folder=None)
 
 
-@pytest.mark.parametrize("kind", MARKED)
+@pytest.mark.parametrize("kind", sorted({*MARKED} - {"mllama"}))  # which refuses an image behind an answer
 def test_answers_of_every_family_follow_the_tokens_of_its_prompts(kind: str, tmp_path: Path) -> None:
     """Marks around images and their rows are context, and no token of an answer is one."""
     tokenizer, folder = tokenizer_of(kind), marked_folder(kind, tmp_path / "model")

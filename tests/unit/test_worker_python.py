@@ -86,3 +86,26 @@ def test_another_source_of_verl_is_refused(bare, monkeypatch):
 def test_where_models_are_not_computed_by_it(given, reason):
     config = changed(Config(), {"model.path": "m", "model.python": "p", **given})
     assert any(line.startswith(reason) for line in cluster_faults(config, "train"))
+
+
+@pytest.mark.parametrize(
+    "engine, packages, line",
+    [
+        ("veomni", {"veomni": "0.1.12", "transformers": "5.9.0"}, None),
+        (
+            "veomni",
+            {"veomni": "0.1.12", "transformers": "5.23.0"},
+            r"transformers is 5\.23\.0 in the environment of /p",
+        ),
+        ("veomni", {"transformers": "5.9.0"}, "veomni is missing in the environment of /p/python; make veomni-env"),
+        ("megatron", {"megatron-core": "0.16.1"}, r"megatron-core is 0\.16\.1"),
+        ("megatron", {"megatron-core": "0.19.2"}, None),
+        ("torch", {}, None),
+    ],
+)
+def test_the_packages_of_an_engine_are_checked_in_the_environment_of_its_workers(engine, packages, line, monkeypatch):
+    found = worker_environment(sys.executable)._replace(packages=packages)
+    monkeypatch.setattr(worker_python, "worker_environment", lambda python: found)
+    config = changed(Config(), {"cluster.backend": "processes", "model.python": "/p/python", "model.engine": engine})
+    lines = [*worker_python.python_faults(config)]
+    assert not lines if line is None else re.search(line, lines[0]), lines

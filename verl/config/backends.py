@@ -64,6 +64,8 @@ class Backend:
     Empty: it has none."""
     package: str = ""
     """The pip requirement of a module that is not part of verl."""
+    worker_packages: tuple[tuple[str, str], ...] = ()
+    """(package, start of the version) with which a model engine was run, in the environment of its workers."""
     requires: tuple[str, str] | None = None
     """(a Python module, the message if it is missing)."""
     faults: str = ""
@@ -106,11 +108,13 @@ MODEL: Table = {
         build="verl.model_engine.megatron:build",
         options="verl.model_engine.megatron_options:Options",
         faults="verl.model_engine.megatron_options:megatron_faults",
+        worker_packages=(("megatron-core", "0.19."),),
     ),
     "veomni": Backend(
         build="verl.model_engine.veomni:build",
         options="verl.model_engine.options:Options",
         faults="verl.model_engine.veomni_options:veomni_faults",
+        worker_packages=(("veomni", "0.1.12"), ("transformers", "5.9.")),
     ),
 }
 ROLLOUT: Table = {

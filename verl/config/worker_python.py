@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+from verl.config.backends import MODEL
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.processes import environment
@@ -24,6 +25,8 @@ def python_faults(config: Config) -> Iterator[str]:
     """Yield a line if the models cannot be computed by the interpreter `model.python`."""
     python, backend = config.model.python, config.cluster.backend
     if python is None:
+        if backend != "inproc":  # in which such engines are refused
+            yield from _engine_faults(config, sys.executable)
         return
     if backend == "torchrun":
         yield f"model.python={python} with torchrun, which has started this process: start torchrun by that Python"
@@ -34,8 +37,24 @@ def python_faults(config: Config) -> Iterator[str]:
     else:
         try:
             worker_environment(python)
+            yield from _engine_faults(config, python)
         except Refused as e:
             yield str(e)
+
+
+def _engine_faults(config: Config, python: str) -> Iterator[str]:
+    """Yield a line for each package that the model engine needs and that this interpreter lacks, or has in a version
+    with which the engine was not run."""
+    engine = config.model.engine
+    row = MODEL.get(engine)
+    if row is None or not row.worker_packages:
+        return
+    packages = worker_environment(python).packages
+    for name, wanted in row.worker_packages:
+        if not packages.get(name, "").startswith(wanted):
+            found = packages.get(name, "missing")
+            fix = f"make {engine}-env makes one with {name} {wanted}; name its Python in model.python"
+            yield f"model.engine={engine}: {name} is {found} in the environment of {python}; {fix}"
 
 
 @cache

@@ -10,7 +10,6 @@ Written against VeOmni 0.1.12, which needs transformers 5.9; its environment is 
 from __future__ import annotations
 
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from verl.errors import Refused
+from verl.model_engine.adapter import open_adapter
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_parts import open_skeleton, part_and_place
 from verl.model_engine.layout import Layout
@@ -26,7 +26,7 @@ from verl.model_engine.options import Options
 from verl.model_engine.sharded import ShardedEngine, ShardedModel, ShardedPasses
 from verl.model_engine.torch_engine import TorchEngine
 from verl.model_engine.torch_engine import build as build_torch
-from verl.model_engine.veomni_options import VERSIONS, families_fault
+from verl.model_engine.veomni_options import families_fault
 
 PLAIN = ("moe", "cross_entropy_loss", "rms_norm", "swiglu_mlp", "rotary_pos_emb", "load_balancing_loss")
 """The operations of the supported families that have several implementations in VeOmni. Its defaults need packages
@@ -97,28 +97,14 @@ def foundation_model(config: Any) -> Any:
 
 
 def build(options: Options, context: EngineContext) -> TorchEngine:
-    """Build this rank's engine of a folder, of which it reads its part. Raise Refused if VeOmni is missing or of a
-    version that was not tried, in one process, and for a folder without safetensors."""
-    _check_versions()
+    """Build this rank's engine of a folder, of which it reads its part. Raise Refused for one process, and for a folder
+    without safetensors."""
     c = context
     if not dist.is_initialized() or c.layout.world_size == 1:
         raise Refused("model.engine=veomni wants several ranks: set cluster.ranks_per_node, or use model.engine=torch")
     found = open_skeleton(c.folder, needs_lm_head=c.head == "lm", make=foundation_model)
     if found is None:
         raise Refused(f"{c.folder}: model.engine=veomni reads safetensors; convert the folder, or use sharded")
-    kind = partial(VeomniEngine, layout=c.layout, fill=found.fill)
+    fill = open_adapter(c.adapter, c.folder, found.model).after(found.fill) if c.adapter else found.fill
+    kind = partial(VeomniEngine, layout=c.layout, fill=fill)
     return build_torch(options, c, kind, model=found.model)
-
-
-def _check_versions() -> None:
-    for package, wanted in VERSIONS.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            found = "missing"
-        if found != "missing" and found.startswith(wanted):
-            continue
-        raise Refused(
-            f"model.engine=veomni: {package} is {found} in this environment, and {wanted} was tried; "
-            "give its workers an environment of their own (docs/engines_training.md)"
-        )

@@ -6,17 +6,16 @@ from collections.abc import Iterator, Mapping
 
 from verl.config.adapter import teacher_models
 from verl.config.backends import layout_of
+from verl.config.cluster import placed_roles
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.model_engine.faults import sharded_faults
 from verl.model_engine.layout import use
+from verl.model_engine.lora_spec import trained_by
 from verl.workers.pools import Pool
 
 FAMILIES_TRIED = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """The model types that were compared with the single process."""
-
-VERSIONS = {"veomni": "0.1.12", "transformers": "5.9."}
-"""The package versions with which the engine was run, by the start of the version."""
 
 
 def families_fault(model_type: str) -> str:
@@ -34,13 +33,16 @@ def veomni_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str,
         if (size := getattr(config.parallel, name)) > 1:
             fix = "use parallel.sequence or data ranks, or another model.engine"
             yield f"parallel.{name}={size} with model.engine=veomni: it shards weights and the heads of rows; {fix}"
-    layout, rank = layout_of(config), config.model.lora.get("rank")
+    layout = layout_of(config)
     if layout.data % layout.replicate:
         fix = f"copies divide the {layout.data} data ranks; {use(layout.data)}"
         yield f"parallel.replicate={layout.replicate} with model.engine=veomni: {fix}"
-    if rank:
-        yield f"model.lora.rank={rank} with model.engine=veomni: factors were not compared; use model.engine=sharded"
-    for path in (config.model.path, config.critic.path, config.reward.model, *teacher_models(config).values()):
+    if trained_by(config.model.lora) is not None:
+        yield "model.lora with model.engine=veomni: factors were not compared; leave it out, or use sharded"
+    critic = config.critic.path if "critic" in placed_roles(config) else None
+    folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
+    folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}
+    for key, path in folders.items():
         if path is None:
             continue
         try:
@@ -48,4 +50,4 @@ def veomni_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str,
         except ValueError:
             continue  # another check reports it
         if line := families_fault(kind):
-            yield f"{line} (model.path={path})"
+            yield f"{key}={path}: {line}"

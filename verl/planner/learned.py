@@ -21,6 +21,9 @@ FITTED = ("compute_share", "half_width", "decode_share", "bandwidth_share", "ste
 """The figures that are learned from several runs: two of passes, three of decode steps."""
 FEWEST_RUNS = 4
 """Runs of different sizes that determine them."""
+LEAST_SHARE = 0.02
+"""The least singular value of the errors' slopes, of the largest, at which runs determine all figures: the recorded
+runs have 0.1, and four runs of one size 1e-17."""
 _START = (2.0, 0.0, 2.0, 2.0, 0.1)
 
 
@@ -40,7 +43,8 @@ class Observation:
 
 def fitted_nodes(observations: Sequence[Observation], at: Nodes) -> Nodes:
     """Return the nodes with the figures of least squared relative errors, by Gauss-Newton in the variables in which the
-    seconds are almost linear: reciprocals of shares, the width over its share, and milliseconds."""
+    seconds are almost linear: reciprocals of shares, the width over its share, and milliseconds. Raise Refused if the
+    runs are too much alike to determine them."""
     x = np.array(_START)
     least = np.array([1.0, 0.0, 1.0, 1.0, 0.0])  # a share is at most 1
 
@@ -51,8 +55,16 @@ def fitted_nodes(observations: Sequence[Observation], at: Nodes) -> Nodes:
     for _ in range(ROUNDS):
         now = errors(x)
         slopes = [(errors(x + NUDGE * unit) - now) / NUDGE for unit in np.eye(len(x))]
-        step, *_ = np.linalg.lstsq(np.stack(slopes, axis=1), -now, rcond=None)
+        matrix = np.stack(slopes, axis=1)
+        step, *_ = np.linalg.lstsq(matrix, -now, rcond=None)
         x = np.maximum(least, x + step)
+    norms = np.linalg.norm(matrix, axis=0)
+    singular = np.linalg.svd(matrix / np.where(norms > 0, norms, 1), compute_uv=False)
+    if len(singular) < len(x) or singular[-1] < LEAST_SHARE * singular[0]:
+        raise Refused(
+            f"learn: {len(observations)} runs do not determine {', '.join(FITTED)}, since their sizes are too much "
+            f"alike; give runs of other models, answers and batches, or fewer than {FEWEST_RUNS}"
+        )
     return _with_figures(at, x)
 
 

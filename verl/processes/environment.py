@@ -17,6 +17,8 @@ from typing import NamedTuple
 OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that another interpreter does not inherit
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "msgspec", "psutil", "pillow")
 """The packages that the worker of a model needs: the dependency group `worker` of pyproject.toml."""
+ENGINE_PACKAGES = ("megatron-core", "veomni")
+"""The packages of model engines; each environment has at most what its engine needs."""
 BUILT = {"__pycache__", ".pyc", ".so"}  # made from the sources, maybe just now, and different on every node
 FOLDER = Path(__file__).parents[2]  # which contains verl
 
@@ -26,7 +28,7 @@ class PythonEnvironment(NamedTuple):
 
     python: str
     packages: dict[str, str]
-    """Version by name, of those of WORKER_PACKAGES that are installed."""
+    """Version by name, of those of WORKER_PACKAGES and ENGINE_PACKAGES that are installed."""
     verl: str
     """The folder of the verl that it imports."""
     source: str
@@ -39,7 +41,7 @@ def this_environment(folder: str) -> PythonEnvironment:
     found = importlib.util.find_spec("verl")
     (verl,) = found.submodule_search_locations or [""] if found is not None else [""]
     packages = {}
-    for name in WORKER_PACKAGES:
+    for name in (*WORKER_PACKAGES, *ENGINE_PACKAGES):
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     return PythonEnvironment(platform.python_version(), packages, verl, source_digest(Path(verl)))
