@@ -107,6 +107,7 @@ MODEL: Table = {
     "megatron": Backend(
         build="verl.model_engine.megatron:build",
         options="verl.model_engine.megatron_options:Options",
+        memory="verl.model_engine.memory:megatron_memory",
         faults="verl.model_engine.megatron_options:megatron_faults",
         worker_packages=(("megatron-core", "0.19."),),
     ),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -204,7 +205,10 @@ class MegatronPasses(ShardedPasses):
 
     @contextmanager
     def _compute_weights(self) -> Iterator[None]:
-        with rounded(self.local.chunk.parameters(), self._precision.dtype) if self._precision.rounds else nullcontext():
+        """Round all weights but the value head, as the engine of one process does."""
+        named = self.local.parameters.items()
+        weights = [p for name, p in named if not name.startswith("value_head.")]
+        with rounded(weights, self._precision.dtype) if self._precision.rounds else nullcontext():
             yield
 
 
@@ -225,6 +229,9 @@ class MegatronEngine(TorchEngine):
     local: MegatronModel
 
     def __init__(self, model: Any, settings: EngineSettings, *, options: Options, layout: Layout, fill: Fill) -> None:
+        if torch.device(settings.device).type != "cuda" and settings.emulate_bf16 is None:
+            # Megatron's backward of a split matrix multiplies float32 by bfloat16, which a CPU refuses
+            settings = replace(settings, emulate_bf16=True)
         local = MegatronModel(model, settings, layout, fill)
         self.local, self.settings, self.device = local, settings, local.device
         self.updates = MegatronUpdates(local, distributed=options.distributed_optimizer)
@@ -247,7 +254,7 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
     check_version()
     c = context
     if not dist.is_initialized():
-        raise Refused("model.engine=megatron wants one process per rank: set cluster.backend=ray")
+        raise Refused("model.engine=megatron wants several ranks: set cluster.backend=ray, cluster.ranks_per_node=2")
     trusted = c.trust_remote_code
     found = open_skeleton(c.folder, trust_remote_code=trusted, needs_lm_head=c.head == "lm")
     if found is None:

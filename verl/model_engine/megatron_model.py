@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ from verl.errors import Refused
 from verl.model_engine.base import WeightPart
 from verl.model_engine.layout import Layout
 from verl.model_engine.megatron_names import Piece, head_size, pieces_of
-from verl.model_engine.megatron_options import divisions_refused, sizes_refused
+from verl.model_engine.megatron_options import (
+    INSTEAD,
+    ROPE_TYPES,
+    divisions_refused,
+    layer_windows,
+    properties_refused,
+    sizes_refused,
+)
 from verl.model_engine.megatron_shims import computing_on, quiet
 from verl.model_engine.meshes import arranged, patience
 from verl.model_engine.pipeline import StageModel, column_of
@@ -66,16 +74,9 @@ def transformer_config(config: Any, settings: EngineSettings, layout: Layout) ->
     from megatron.core.transformer import TransformerConfig
 
     biased = bool(getattr(config, "attention_bias", False)), bool(getattr(config, "mlp_bias", False))
-    if biased[0] != biased[1] and config.model_type != "qwen2":
-        raise Refused(
-            f"model.engine=megatron: attention_bias={biased[0]} with mlp_bias={biased[1]}: Megatron has both or "
-            "neither; use model.engine=sharded"
-        )
-    if config.hidden_act != "silu":
-        raise Refused(f"model.engine=megatron: hidden_act={config.hidden_act} is not silu: use model.engine=sharded")
     recompute: dict[str, dict[str, Any]] = {"selective": {"recompute_granularity": "selective"}}
     recompute["full"] = {"recompute_granularity": "full", "recompute_method": "uniform"} | {"recompute_num_layers": 1}
-    window = getattr(config, "sliding_window", None)
+    (window,) = layer_windows(config.to_dict())
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -168,11 +169,9 @@ def build_chunk(model: Any, config: Any, stage: int, stages: int) -> Any:
         position_embedding_type="rope",
     )
     rope = model.base_model.rotary_emb
-    if rope.rope_type not in ("default", "linear", "llama3") or rope.attention_scaling != 1.0:
-        raise Refused(
-            f"model.engine=megatron: rope_type={rope.rope_type} is not default, linear or llama3: use "
-            "model.engine=sharded"
-        )
+    if rope.rope_type not in ROPE_TYPES or rope.attention_scaling != 1.0:
+        has = f"rope_type={rope.rope_type} scales attention by {rope.attention_scaling:g}"
+        raise Refused(f"model.engine=megatron: {has}; it has {', '.join(ROPE_TYPES)}, unscaled: {INSTEAD}")
     chunk.rotary_pos_emb.inv_freq = rope.inv_freq.clone().float()
     padding = model.get_input_embeddings().padding_idx
     if stage == 0 and padding is not None:
@@ -195,7 +194,9 @@ class MegatronModel(StageModel):
 
     def __init__(self, model: Any, settings: EngineSettings, layout: Layout, fill: Fill) -> None:
         text = model.config.get_text_config()
-        for line in (*divisions_refused(layout), *sizes_refused(layout, text.to_dict(), f"the {text.model_type}")):
+        given, what = text.to_dict(), f"the {text.model_type}"
+        refused = (divisions_refused(layout), sizes_refused(layout, given, what), properties_refused(given, what))
+        for line in chain.from_iterable(refused):
             raise Refused(line)
         if settings.dtype == "float64" or settings.lora is not None or settings.freeze:
             raise Refused("model.engine=megatron trains all weights, in float32 or bfloat16: use model.engine=sharded")

@@ -22,6 +22,8 @@ from verl.workers.pools import Pool
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 """The families of which the engine has the names (megatron_names.py)."""
 INSTEAD = "use model.engine=sharded"
+ROPE_TYPES = ("default", "linear", "llama3")
+"""The kinds of rotary frequencies that do not change with the length of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +75,59 @@ def sizes_refused(layout: Layout, config: Mapping[str, Any], what: str) -> Itera
             yield f"parallel.{name}={size}: {what} has {number} {of}, which {size} ranks cannot share equally; {fix}"
 
 
+def layer_windows(config: Mapping[str, Any]) -> set[int | None]:
+    """Return the windows that transformers gives to the layers of a model, each once; None: all earlier tokens.
+    config: of config.json, where what is left out has the default of transformers."""
+    kind, window = config["model_type"], config.get("sliding_window", 4096)
+    uses = kind == "mistral" or (kind.startswith("qwen") and config.get("use_sliding_window", False))
+    if not uses or window is None:
+        return {None}
+    if kind in ("mistral", "qwen3_moe"):  # of all layers, whatever layer_types has
+        return {int(window)}
+    layers, first = int(config["num_hidden_layers"]), int(config.get("max_window_layers", 28))
+    types = config.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(layers)]
+    return {int(window) if of == "sliding_attention" else None for of in types}
+
+
+def properties_refused(config: Mapping[str, Any], what: str) -> Iterator[str]:
+    """Yield a line for each property of a model that the engine does not have. config: of config.json · what: the
+    model."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    in_attention, in_mlp = (bool(config.get(f"{of}_bias")) for of in ("attention", "mlp"))
+    if len(windows := layer_windows(config)) > 1:
+        sizes = " and ".join(sorted("none" if size is None else str(size) for size in windows))
+        yield f"{what} has layers with different windows ({sizes}); model.engine=megatron has one for all: {INSTEAD}"
+    if rope_type not in ROPE_TYPES:
+        yield f"{what} has rope_type={rope_type}; model.engine=megatron has {', '.join(ROPE_TYPES)}: {INSTEAD}"
+    if (act := config.get("hidden_act", "silu")) != "silu":
+        yield f"{what} has hidden_act={act}; model.engine=megatron has silu: {INSTEAD}"
+    if in_attention != in_mlp and config["model_type"] != "qwen2":
+        both = f"attention_bias={in_attention} with mlp_bias={in_mlp}"
+        yield f"{what} has {both}; model.engine=megatron has both or neither: {INSTEAD}"
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        yield f"{what} has layers without experts; model.engine=megatron has them in all layers: {INSTEAD}"
+
+
 def megatron_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
     """Yield a line per fault."""
     if config.cluster.backend == "inproc":
-        yield "model.engine=megatron with cluster.backend=inproc: it wants a process per rank; set cluster.backend=ray"
+        fix = "set cluster.backend=ray, cluster.ranks_per_node=2"
+        yield f"model.engine=megatron with cluster.backend=inproc: it wants a process per rank; {fix}"
         return
+    layout = layout_of(config)
+    if layout.world_size == 1:
+        yield "model.engine=megatron wants several ranks: set cluster.ranks_per_node, or model.engine=torch"
     if config.optim.name != "adamw":
         yield f"optim.name={config.optim.name}: Megatron's optimizer here is adamw; set optim.name=adamw, or {INSTEAD}"
+    elif config.optim.options:
+        yield f"optim.options={config.optim.options}: Megatron's adamw has none of them; leave them out, or {INSTEAD}"
+    if config.teacher.ema:
+        yield f"teacher.ema={config.teacher.ema:g}: Megatron keeps no average of the weights; set 0, or {INSTEAD}"
     if trained_by(config.model.lora) is not None:
         yield f"model.lora with model.engine=megatron: it trains all weights; leave model.lora out, or {INSTEAD}"
     if config.model.quantization != "none" or folder_format(config.model.path) != "none":
         yield f"model.path={config.model.path}: codes of quantised weights are not read by Megatron; {INSTEAD}"
-    layout = layout_of(config)
     yield from divisions_refused(layout)
     critic = config.critic.path if "critic" in placed_roles(config) else None
     folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
@@ -104,3 +147,4 @@ def _model_faults(what: str, path: str, layout: Layout) -> Iterator[str]:
         yield f"{what} is a {kind}; model.engine=megatron has the names of {', '.join(MODEL_TYPES)}: {INSTEAD}"
     else:
         yield from sizes_refused(layout, text, what)
+        yield from properties_refused(text, what)

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,13 +26,20 @@ logger = logging.getLogger(__name__)
 
 
 def check_version() -> None:
-    """Raise Refused if Megatron-Core is missing, or is another version than this engine is written for."""
+    """Raise Refused if Megatron-Core is missing, is another version than this engine is written for, or
+    would take an optimizer of another package, which keeps its states in another way."""
     try:
         found = version("megatron-core")
     except PackageNotFoundError:
         raise Refused(f"model.engine=megatron: Megatron-Core is missing in {sys.executable}: {INSTALL}") from None
     if not found.startswith(SUPPORTED):
         raise Refused(f"model.engine=megatron: megatron-core {found} is not {SUPPORTED}x, which it is for: {INSTALL}")
+    for module, name in (("transformer_engine", "Transformer Engine"), ("apex", "Apex")):
+        if find_spec(module) is not None:
+            fix = "use an environment without it (make megatron-env)"
+            raise Refused(
+                f"model.engine=megatron: Megatron would use the optimizer of {name}, which was not run; {fix}"
+            )
     if sys.version_info < (3, 12):
         logger.info("megatron-core %s declares Python 3.12; it runs on %s too", found, sys.version.split()[0])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -66,6 +66,8 @@ class RankWork:
     """The format of the frozen matrices in layers: none (float32), nf4 or int8."""
     publishes: bool = False
     """The weights are published: they are gathered one by one."""
+    divides_states: bool = True
+    """Data ranks that hold whole weights divide the optimizer's states (Megatron's distributed optimizer)."""
 
 
 def quantised_values(model: ModelFacts) -> int:
@@ -154,6 +156,23 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         # kept between publishes; each rank merges its parts of the weights with them
         items["gathered factors"] = 4 * share.gathers * share.factors
     return items | (_training(share, kept, waits, working, residual) if work.trains else {})
+
+
+def megatron_memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
+    """Return the bytes of one rank of Megatron by item: data ranks hold whole weights and gradients, but for
+    experts on other ranks. The items of a pass are those of the other engines."""
+    whole = memory(model, replace(layout, replicate=layout.data, expert=1), work)
+    layers = len(layers_of_stages(model.layers, layout.pipeline)[work.stage])
+    experts = model.expert_parameters // model.layers * layers
+    elsewhere = experts - experts // layout.expert
+    whole["weights"] -= 4 * elsewhere
+    if work.trains:
+        whole["gradients"] -= 4 * elsewhere
+        whole["gradients of one copy"] = 0  # summed in the one buffer of gradients
+        dense = whole["optimizer states"] - 8 * experts  # two moments in float32
+        over = (layout.data, layout.data * layout.tensor) if work.divides_states else (1, layout.expert)
+        whole["optimizer states"] = dense // over[0] + 8 * experts // over[1]
+    return whole
 
 
 class _Share:

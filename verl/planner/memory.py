@@ -127,6 +127,7 @@ def role_items(
         borrows=borrows,
         quantisation=base_format(config, own) if factors else "none",
         publishes=role == "actor",
+        divides_states=getattr(options_of(config, "model"), "distributed_optimizer", True),
     )
     items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))
     if role == "actor" and factors and config.model.lora.get("path"):
