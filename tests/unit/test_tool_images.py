@@ -125,6 +125,9 @@ URL = f"data:image/png;base64,{base64.b64encode(CAT).decode()}"
         ),
         (([{"type": "image", "image": Image.new("L", (8, 8))}], 0.5), "[4]"),
         (ToolResponse(image=[{"bytes": CAT}], text="<|image_pad|>"), "[6]<|image_pad|>"),
+        (ToolResponse(image=np.zeros((8, 12, 3), np.uint8)), "[6]"),  # type: ignore[arg-type]
+        ([Image.new("L", (8, 8)), np.zeros((8, 12, 3), np.uint8)], "[4][6]"),
+        ({"type": "image", "image": Image.new("L", (8, 8))}, "[4]"),
     ],
 )
 def test_a_tool_may_return_images(value: Any, text: str, folder: Path, tmp_path: Path) -> None:
@@ -166,6 +169,46 @@ def test_an_image_that_cannot_be_read_is_a_failure_of_the_call(
     found = asyncio.run(played.kit.pictures.shown(answer, "look", LoopMedia(FolderMedia(tmp_path / "files"), "a")))
     assert (found.error, found.parts) == ("image", ())
     assert found.text.startswith("Error: look failed: image 2: ") and reason in found.text, found.text
+
+
+_PART = {"type": "image_url", "image_url": {"url": URL}}
+
+
+@each(
+    "value",
+    [
+        {"image": Image.new("L", (8, 8))},
+        {"screens": [{"at": 3, "pixels": np.zeros((8, 8, 3), np.uint8)}]},
+        [_PART, {"type": "input_audio", "input_audio": {"data": "..."}}],
+        [{"type": "image", "path": "a.png"}, {"type": "video", "video": "b.mp4"}],
+        {"content": [_PART]},
+        {"content": [{"type": "image", "source": {"type": "base64", "data": "..."}}]},
+        {"image": CAT},
+        [Image.new("L", (8, 8)), "a caption"],
+        CAT,
+    ],
+)
+def test_an_image_inside_or_beside_other_data_is_a_failure(value: Any) -> None:
+    """As text it would be the name of a class, or base64."""
+    with pytest.raises(ValueError, match=r"inside or beside other data; return ToolResponse\(image="):
+        answer_of(value)
+
+
+@each(
+    "value, text",
+    [
+        ({"type": ["image"], "image": None}, '{"type": ["image"], "image": null}'),
+        ({"type": "image", "width": 3}, '{"type": "image", "width": 3}'),
+        ({"found": [{"type": "image", "url": "x.png"}]}, '{"found": [{"type": "image", "url": "x.png"}]}'),
+        ({"at": np.array([0.5, 1.5])}, '{"at": "[0.5 1.5]"}'),
+        ([1, [2]], "[1, [2]]"),
+        (np.array([0.5, 1.5]), '"[0.5 1.5]"'),
+        (ToolResponse(image=[], text="none"), "none"),
+        (ToolResponse(image=None, text="none"), "none"),
+    ],
+)
+def test_data_without_an_image_is_text(value: Any, text: str) -> None:
+    assert answer_of(value).text == text and not answer_of(value).parts
 
 
 def test_a_file_is_read_when_the_tool_returns(folder: Path, tmp_path: Path) -> None:

@@ -16,6 +16,11 @@ from verl.models.expand import Expansion
 from verl.tools.schemas import ToolResponse
 
 NO_IMAGES = "it returned images, which this model does not take in a turn"
+_FORMS = "return ToolResponse(image=[...]), an image, a list of images, or content parts that are text and images"
+_BEGIN = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
+"""The first bytes of files with an image."""
+_KEYS = frozenset({*IMAGE.sources, "data"})
+"""The keys with the content of an image part, here and in other protocols."""
 _SAVED_AS_THEY_ARE = ("1", "L", "LA", "P", "RGB", "RGBA")
 """The kinds of pixels that PNG keeps without loss and `decoded_image` reads."""
 
@@ -65,8 +70,9 @@ def of_parts(parts: Sequence[Part]) -> dict[str, Any]:
 
 
 def answer_of(value: Any) -> ToolAnswer:
-    """Convert a tool's value to an answer: text, a dict, a ToolResponse, an image, content parts with an image, None,
-    or a tuple of one of them with a reward and metrics."""
+    """Convert a tool's value to an answer: text, a dict, a ToolResponse, an image, a list of images, content parts with
+    an image, None, or a tuple of one of them with a reward and metrics. Raise ValueError for an image in anything else,
+    which would be text for the model."""
     reward = None
     if isinstance(value, ToolAnswer):
         return value
@@ -76,16 +82,17 @@ def answer_of(value: Any) -> ToolAnswer:
     if isinstance(value, ToolResponse):
         if value.video:
             raise ValueError("it returned videos, which no tool can; return their frames as images")
-        if value.image:
-            given = value.image if isinstance(value.image, list | tuple) else [value.image]
+        given = value.image if isinstance(value.image, list | tuple) else [value.image]
+        if len(given) and value.image is not None:
             return ToolAnswer(
                 **of_parts([*map(_image, given), *([_text(value.text)] if value.text else [])]), reward=reward
             )
         value = value.text
-    if is_pixels(value):
-        return ToolAnswer(**of_parts([_image(value)]), reward=reward)
-    if isinstance(value, list) and (parts := _content_parts(value)):
+    given = value if isinstance(value, list) else [value]
+    if parts := _content_parts(given):
         return ToolAnswer(**of_parts(parts), reward=reward)
+    if any(map(_is_image_part, given)) or _holds_image(value):
+        raise ValueError(f"it returned an image inside or beside other data; {_FORMS}")
     return ToolAnswer(_text(value), reward=reward)
 
 
@@ -109,18 +116,40 @@ def _image(item: Any) -> ReturnedImage:
 
 
 def _content_parts(value: Sequence[Any]) -> list[Part]:
-    """Return the texts and images of OpenAI's content parts; [] if the value is something else, or has no image."""
+    """Return the texts and images of images and OpenAI's content parts; [] if one is something else, or none is an
+    image."""
     parts: list[Part] = []
     for part in value:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in IMAGE.parts:
+        if is_pixels(part):
+            parts.append(_image(part))
+        elif _is_image_part(part):
             item = part.get("image")
             parts.append(_image(item) if is_pixels(item) else ReturnedImage(part_content(part, IMAGE, "its image")))
-        elif kind == "text" and isinstance(part.get("text"), str):
+        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
             parts.append(_text(part["text"]))
         else:
             return []
     return parts if any(isinstance(part, ReturnedImage) for part in parts) else []
+
+
+def _is_image_part(value: Any, keys: frozenset[str] = _KEYS) -> bool:
+    """Return True for a mapping with the type of an image part and content under one of the keys. One without content
+    is plain data."""
+    kind = value.get("type") if isinstance(value, Mapping) else None
+    if not isinstance(kind, str) or kind not in IMAGE.parts:
+        return False
+    return any(value.get(key) is not None for key in keys) or isinstance(value.get("source"), Mapping)
+
+
+def _holds_image(value: Any) -> bool:
+    """Return True if there are pixels, the bytes of an image, or an image part anywhere in a value. A part with a link
+    alone is plain data there."""
+    if is_pixels(value) or _is_image_part(value, _KEYS - {"url", "path", "file"}):
+        return True
+    if isinstance(value, bytes) and value.startswith(_BEGIN):
+        return True
+    inside = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | set) else ()
+    return any(map(_holds_image, inside))
 
 
 def content_of(item: Any, where: str) -> bytes:
