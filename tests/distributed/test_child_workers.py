@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
+from concurrent.futures import Future
 
 import pytest
 
@@ -69,6 +71,66 @@ def test_a_stopped_rank_counts_as_dead(tmp_path):
         until(lambda: not os.path.exists(f"/proc/{process}"))
     finally:
         cluster.close()
+
+
+def test_a_process_that_does_not_start_counts_as_dead(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec sleep 600\n")
+    python.chmod(0o755)
+    cluster = ChildCluster(Layout(), nothing, tmp_path / "logs", python=str(python), start_timeout_s=0.5)
+    try:
+        group = cluster.start("actor", build, (tmp_path,))
+        with pytest.raises(
+            WorkerDied, match=r"^rank 0 of actor .* within cluster\.start_timeout_s=0\.5 .*actor_0\.log"
+        ):
+            note(group, 1).result(WAIT_S)
+    finally:
+        cluster.close()
+
+
+def test_a_long_call_at_once_is_no_death(tmp_path):
+    cluster = ChildCluster(Layout(), nothing, tmp_path / "logs", wait_timeout_s=2.0)
+    try:
+        group = cluster.start("actor", build, (tmp_path,))
+        assert note(group, 1).result(WAIT_S) == [1]
+        assert group.call_at_once(slow, (3.0,)).result(WAIT_S) == ["awake"]
+    finally:
+        cluster.close()
+
+
+def slow(worker, duration_s):
+    time.sleep(duration_s)
+    return "awake"
+
+
+def test_an_answer_of_a_rank_that_counts_as_dead_is_ignored(cluster):
+    died = []
+    rank = cluster.open_rank("ref", 0, died.append)
+    late = rank._first  # its process has not started yet
+    rank._end("is late")
+    assert isinstance(late.exception(WAIT_S), WorkerDied) and len(died) == 1
+    after = rank._waiting[99] = Future()
+    rank._channel.send(99, pickle.dumps(("alive", ())))
+    assert after.result(WAIT_S).error is None, "messages are read after the late answer"
+    rank.kill()
+    until(lambda: rank._channel._socket.fileno() == -1)
+
+
+def test_an_answer_that_cannot_be_sent_ends_the_process(cluster, tmp_path):
+    for at_once in (False, True):
+        group = cluster.start("critic", build, (tmp_path,))
+        call = group.call_at_once(deep) if at_once else group.submit(deep, Broadcast())
+        with pytest.raises(WorkerDied, match=r"ended with exit code 1: RecursionError: "):
+            call.result(WAIT_S)
+        group.close()
+
+
+def deep(worker):
+    """Return a list in lists that pickle cannot follow."""
+    made = []
+    for _ in range(100_000):
+        made = [made]
+    return made
 
 
 def test_an_exit_is_reported_with_the_last_line_of_its_output(cluster, tmp_path):

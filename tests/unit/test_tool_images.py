@@ -335,3 +335,14 @@ def test_images_of_groups_in_flight_are_kept_with_their_checkpoint(tmp_path: Pat
     SavedImages(queue, kept, checkpoints).save(3, [second])
     saved.save(2, [second])
     assert len(kept) == 1 and kept.get(names[1]) == DOG, "the first checkpoint was pruned"
+    (checkpoints / "step_3").mkdir()
+    started = SavedImages(queue, kept, checkpoints)
+    queue.put(CAT, "group g3")
+    started.save(4, [first])
+    assert len(kept) == 2
+    SavedImages(queue, kept, checkpoints)
+    assert len(kept) == 1, "the run was killed before the last checkpoint was written"
+    (checkpoints / "step_2").rmdir()
+    (checkpoints / "step_3").rmdir()
+    SavedImages(queue, kept, checkpoints)
+    assert len(kept) == 0

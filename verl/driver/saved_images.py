@@ -4,6 +4,7 @@ that of the checkpoint. Images of rows are files, which are read again."""
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from verl.driver.state import SavedGroup
 from verl.driver.task_media import owner_of_group
+from verl.track.files import write_atomic
 from verl.transfer_queue.base import MediaStore, copy_media
 from verl.types import learned_tokens
 
@@ -51,6 +53,10 @@ class SavedImages:
     def __init__(self, queue: MediaStore | None, kept: MediaStore, checkpoints: Path) -> None:
         self._queue, self._kept, self._checkpoints = queue, kept, checkpoints
         self._steps = self._present()  # checkpoints that may have images
+        self._list = checkpoints / "images.json"
+        """The steps whose images may be kept, also of a checkpoint that a killed run did not write."""
+        with contextlib.suppress(FileNotFoundError):
+            kept.drop(map(_owner, {*json.loads(self._list.read_text())} - self._steps))
 
     def save(self, step: int, groups: Sequence[SavedGroup]) -> None:
         """Keep the images of a checkpoint that will be written, and drop those of checkpoints that were pruned."""
@@ -58,7 +64,10 @@ class SavedImages:
         if self._queue is None:
             return
         self._kept.drop([*map(_owner, pruned), _owner(step)])
-        copy_media(self._queue, self._kept, set().union(*map(images_of_tools, groups)), _owner(step))
+        if references := set().union(*map(images_of_tools, groups)):
+            self._checkpoints.mkdir(parents=True, exist_ok=True)
+            write_atomic(self._list, json.dumps(sorted(self._steps)).encode())
+            copy_media(self._queue, self._kept, references, _owner(step))
 
     def restore(self, groups: Sequence[SavedGroup], kept: MediaStore) -> None:
         """Give the queue's store the images of restored groups, which own them until their rows are stored. kept: the

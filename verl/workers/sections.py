@@ -27,7 +27,7 @@ class ClusterConfig:
     cluster.ranks_per_node, model.device and model.dtype. Where model.device is cuda, gpus_per_rank is 1 in a pool that
     names neither a resource nor a device; models compute on a GPU if it is above 0."""
     roles: dict[str, str] = field(default_factory=dict)  # {ROLE: POOL}; `rollout` is a role; the rest lives in `main`.
-    start_timeout_s: Positive = 60.0  # The longest wait for the nodes of the pools.
+    start_timeout_s: Positive = 60.0  # The longest wait for the nodes of the pools, or for a child process to start.
     max_restarts: NonNegativeInt = 3  # Restarts from the last checkpoint after a process has died.
 
 

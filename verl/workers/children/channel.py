@@ -38,6 +38,7 @@ class Channel:
         """Close this end. A thread that receives gets an EOFError."""
         with contextlib.suppress(OSError):  # the other end is closed
             self._socket.shutdown(socket.SHUT_RDWR)
+        self._file.close()  # the socket stays open as long as its file
         self._socket.close()
 
     def _exactly(self, size: int) -> bytes:

@@ -43,6 +43,7 @@ class ChildCluster:
     device: str = "cpu"  # The device of the models.
     wait_timeout_s: float = 600.0
     """The deadline of a rank for other ranks. A process that answers nothing for half of it counts as dead."""
+    start_timeout_s: float = 60.0  # The deadline of a process for its first answer, before its worker is built.
     _ranks: list[ChildRank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -83,7 +84,8 @@ class ChildCluster:
         if self.device == "cuda":
             env["CUDA_VISIBLE_DEVICES"] = device_number(os.environ, number)
         log = self.logs / f"{name}_{number}.log"
-        rank = ChildRank(f"rank {number} of {name}", self.python, log=log, env=env, died=died)
+        limit_s = self.start_timeout_s
+        rank = ChildRank(f"rank {number} of {name}", self.python, log=log, env=env, died=died, start_timeout_s=limit_s)
         self._ranks.append(rank)
         return rank
 
@@ -150,4 +152,5 @@ def build(section: ClusterConfig, context: ClusterContext) -> ChildCluster:
         python=context.python or sys.executable,
         device=context.device,
         wait_timeout_s=context.wait_timeout_s,
+        start_timeout_s=section.start_timeout_s,
     )

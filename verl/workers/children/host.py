@@ -10,23 +10,15 @@ import queue
 import socket
 import sys
 import threading
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 from verl.workers.answers import RankAnswer, failed_answer
 from verl.workers.children.channel import Channel, loads
 from verl.workers.rank_host import RankHost
 
-AT_ONCE = ("alive", "call_at_once")
-"""The requests that are answered during a call; others wait for it."""
 Waiting = queue.SimpleQueue[tuple[int, str, tuple[Any, ...]]]
-
-
-class ChildHost(RankHost):
-    """The rank of this process."""
-
-    def alive(self) -> int:
-        """Return the pid of this process."""
-        return os.getpid()
 
 
 def main() -> None:
@@ -34,11 +26,21 @@ def main() -> None:
     modules that the driver imports."""
     fd, folders = json.loads(sys.argv[-1])
     sys.path += [folder for folder in folders if folder not in sys.path]
-    channel, host = Channel(socket.socket(fileno=fd)), ChildHost(loads)
+    channel, host = Channel(socket.socket(fileno=fd)), RankHost(loads)
     calls, beside = Waiting(), Waiting()
-    threading.Thread(target=_read, args=(channel, calls, beside), daemon=True).start()
-    threading.Thread(target=_serve, args=(channel, host, beside), daemon=True).start()
-    _serve(channel, host, calls)
+    threading.Thread(target=_or_exit, args=(_read, channel, calls, beside), daemon=True).start()
+    threading.Thread(target=_or_exit, args=(_serve, channel, host, beside), daemon=True).start()
+    _or_exit(_serve, channel, host, calls)
+
+
+def _or_exit(work: Callable[..., None], *args: Any) -> None:
+    """Run a thread of this process. An error in it ends the process: the driver would wait for the answer."""
+    try:
+        work(*args)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _read(channel: Channel, calls: Waiting, beside: Waiting) -> None:
@@ -48,11 +50,14 @@ def _read(channel: Channel, calls: Waiting, beside: Waiting) -> None:
         except EOFError:
             os._exit(0)  # nothing is wanted any more, whatever the other threads do
         name, args = loads(body)
-        (beside if name in AT_ONCE else calls).put((number, name, args))
+        if name == "alive":
+            channel.send(number, _pickled(RankAnswer()))
+        else:  # a call at once is made during a call; others wait for it
+            (beside if name == "call_at_once" else calls).put((number, name, args))
         del body, args
 
 
-def _serve(channel: Channel, host: ChildHost, waiting: Waiting) -> None:
+def _serve(channel: Channel, host: RankHost, waiting: Waiting) -> None:
     while True:
         number, name, args = waiting.get()
         try:

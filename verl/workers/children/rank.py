@@ -32,15 +32,23 @@ class ChildRank:
     """A process with one rank, which `python` runs. It ends with this process.
 
     name: the rank, for messages · log: the file that gets its output · env: its variables · died: called once, in any
-    thread, with a text about its end, unless `kill` was called"""
+    thread, with a text about its end, unless `kill` was called · start_timeout_s: the deadline of its first answer"""
 
     def __init__(
-        self, name: str, python: str, *, log: Path, env: Mapping[str, str], died: Callable[[str], None]
+        self,
+        name: str,
+        python: str,
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        died: Callable[[str], None],
+        start_timeout_s: float,
     ) -> None:
         self._name, self._log, self._died, self._over = name, log, died, False
         self._lock, self._numbers = threading.Lock(), itertools.count()
         self._waiting: dict[int, Future[RankAnswer]] = {}
         self._request_sent_s: float | None = None
+        self._opened_s, self._start_timeout_s = time.monotonic(), start_timeout_s
         self.ready = False
         """True once the rank is built: from then on it answers at any time."""
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -52,9 +60,10 @@ class ChildRank:
             self._child = Child(line, stdout=output, stderr=output, env=env, pass_fds=(theirs.fileno(),))
         self._channel = Channel(ours)
         threading.Thread(target=self._read, name=f"verl-{name}", daemon=True).start()
+        self._first = self.request("alive")
 
     def request(self, method: str, *args: Any) -> Future[RankAnswer]:
-        """Send a request for a method of its `ChildHost`, and return the future of its answer."""
+        """Send a request for a method of its `RankHost`, or `alive`, and return the future of its answer."""
         future, number = Future[RankAnswer](), next(self._numbers)
         with self._lock:
             ended = self._over
@@ -74,7 +83,11 @@ class ChildRank:
         return self.request("call_at_once", payload)
 
     def look(self, silent_s: float) -> None:
-        """Check that the process answers. A stopped process does not, and counts as dead after `silent_s`."""
+        """Check that the process has started, and that it answers. A stopped process does not, and counts as dead after
+        `silent_s`."""
+        limit_s = self._start_timeout_s
+        if not self._first.done() and time.monotonic() - self._opened_s > limit_s:
+            self._end(f"has not started within cluster.start_timeout_s={limit_s:g} (log: {self._log})")
         if self._over or not self.ready:
             return
         if self._request_sent_s is None:
@@ -109,8 +122,9 @@ class ChildRank:
             except Exception as e:  # of a class that only the worker has
                 answer = failed_answer(e)
             with self._lock:
-                future = self._waiting.pop(number)
-            future.set_result(answer)
+                future = self._waiting.pop(number, None)
+            if future is not None:  # None: the rank has counted as dead meanwhile
+                future.set_result(answer)
             del answer, body, future  # they belong to the caller now
         self._end(f"died: {self._reason(self._child.wait(END_S))}")
         self._channel.close()
