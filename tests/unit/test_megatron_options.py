@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from handmade_model import write_model, write_rows
 
-from verl.config import cluster
+from verl.config import cluster, worker_python
 from verl.config.load import load_config, validate
 from verl.config.model_files import describe_model
 from verl.model_engine.layout import Layout
@@ -68,6 +68,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster, "find_spec", lambda name: name)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(worker_python, "_engine_faults", lambda config, python: ())  # its packages are not here
 
 
 def given(folder: Path, model: str, *args: str) -> list[str]:
