@@ -145,13 +145,10 @@ def test_the_start_is_the_folder_and_the_parts_are_the_whole() -> None:
     assert all(torch.equal(made[name], t) for name, t in saved.items())
 
 
-def test_what_cannot_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     cases.model("qwen3, tied").save_pretrained(tmp_path)
     context = EngineContext(folder=tmp_path)
     with pytest.raises(Refused, match="several ranks"):
-        veomni.build(Options(), context)
-    monkeypatch.setattr(veomni, "version", lambda package: "5.23.0" if package == "transformers" else "0.1.12")
-    with pytest.raises(Refused, match=r"transformers is 5\.23\.0 in this environment"):
         veomni.build(Options(), context)
     config = cases.model("qwen3, tied").config.__class__(**SIZES)
     config.model_type = "gemma2"
