@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import cases
 import pytest
 import torch
-from cases import BUDGET, EXPERTS, HEADS, SIZES, TOP_K, Case, differences, on_rank, one_process, share, together
+from adapters import write_adapter
+from cases import BUDGET, EXPERTS, HEADS, SIZES, TOP_K, Case, differences, on_rank, one_process, together
 from forked import run
+from test_state import steps, weights
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.errors import Refused
-from verl.model_engine import veomni
+from verl.model_engine import torch_engine, veomni
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_parts import open_skeleton
 from verl.model_engine.layout import Layout
@@ -87,34 +90,18 @@ def test_every_layout_gives_what_one_process_gives(layout: str, role: str, name:
     assert not wrong, wrong
 
 
-def trained(case: Case, rank: int | None, e: Any, steps: int) -> Any:
-    for _ in range(steps):
-        if rank is None:
-            _, batch, terms = case.batch()
-            e.forward_backward(batch, terms)
-        else:
-            _, batch, count = share(case, rank)
-            e.forward_backward(batch, case.batch()[2], count)
-        e.optim_step()
-    return e
-
-
-def weights(e: Any) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for name, t in e.weights()}
-
-
 @pytest.mark.parametrize("name", ["qwen3, tied", EXPERTS])
 def test_a_run_goes_on_with_another_engine(name: str, tmp_path: Path) -> None:
     """Three updates on VeOmni's ranks are those of one process; its checkpoint continues in one process, too."""
     exact = {"dtype": "float32" if name == EXPERTS else "float64"}  # Adam takes steps of the noise in a gradient of 0
     case, close = Case(LAYOUTS["FSDP"], model=name), {"rtol": 2e-3 if name == EXPERTS else 1e-5}
     alone = IN_ONE_PROCESS(name, "actor", None, **exact)
-    start, three = weights(alone), weights(trained(case, None, alone, 3))
-    four = weights(trained(case, None, alone, 1))
+    start, three = weights(alone), weights(steps(case, None, 3, alone))
+    four = weights(steps(case, None, 1, alone))
     assert max(float((three[n] - w).abs().max()) for n, w in start.items()) > 1e-3, "nothing was learned"
 
     def on(rank: int) -> dict[str, torch.Tensor]:
-        e = trained(case, rank, engine(name, "actor", case.layout, **exact), 3)
+        e = steps(case, rank, 3, engine(name, "actor", case.layout, **exact))
         e.save(tmp_path)
         return weights(e)
 
@@ -122,7 +109,7 @@ def test_a_run_goes_on_with_another_engine(name: str, tmp_path: Path) -> None:
         assert not differences(theirs, three, **close)
     again = IN_ONE_PROCESS(name, "actor", None, **exact)
     again.load(tmp_path)
-    assert not differences(weights(trained(case, None, again, 1)), four, **close)
+    assert not differences(weights(steps(case, None, 1, again)), four, **close)
 
 
 def test_the_start_is_the_folder_and_the_parts_are_the_whole() -> None:
@@ -154,3 +141,15 @@ def test_what_cannot_run_is_refused(tmp_path: Path) -> None:
     config.model_type = "gemma2"
     with pytest.raises(Refused, match="gemma2 was not compared"):
         veomni.foundation_model(config)
+
+
+def test_the_adapter_of_a_frozen_model_is_in_its_weights(tmp_path: Path) -> None:
+    cases.model("llama, biases").save_pretrained(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", tmp_path / "base")
+    context = EngineContext(folder=tmp_path / "base", adapter=adapter, dtype="float32", layout=LAYOUTS["FSDP"])
+    expected = dict(torch_engine.build(Options(), replace(context, layout=Layout())).weights())
+    plain = dict(cases.model("llama, biases").named_parameters())
+    assert sum(not torch.equal(plain[name], t) for name, t in expected.items()) == 6, "the factors are not 0"
+    for theirs in run(2, lambda rank: weights(veomni.build(Options(), context))):
+        assert theirs.keys() == expected.keys()
+        torch.testing.assert_close(theirs, expected)

@@ -77,12 +77,16 @@ def sharded_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str
         if size > 1 and options_of(config, "model").attention == "padded":
             yield f"parallel.{name}={size} shares packed rows: set model.engine_options.attention=auto"
     if layout.tokens * layout.tensor * layout.expert * layout.pipeline > 1:
-        critic = config.critic.path if "critic" in placed_roles(config) else None
-        folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
-        folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}
-        for key, path in folders.items():
-            if path is not None:
-                yield from _shared(f"{key}={path}", path, layout)
+        for key, path in model_folders(config):
+            yield from _shared(f"{key}={path}", path, layout)
+
+
+def model_folders(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield (key, path) of each model folder of a run, with the role in place of the key for a teacher."""
+    critic = config.critic.path if "critic" in placed_roles(config) else None
+    folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
+    folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}
+    yield from ((key, path) for key, path in folders.items() if path is not None)
 
 
 def _shared(what: str, path: str, layout: Layout) -> list[str]:

@@ -10,11 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
-from verl.config.adapter import teacher_models
 from verl.config.backends import layout_of
-from verl.config.cluster import placed_roles
 from verl.config.model_files import describe_model, folder_format, read_model_config, text_config
 from verl.config.schema import Config
+from verl.model_engine.faults import model_folders
 from verl.model_engine.layout import Layout, use
 from verl.model_engine.lora_spec import trained_by
 from verl.workers.pools import Pool
@@ -129,12 +128,8 @@ def megatron_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[st
     if config.model.quantization != "none" or folder_format(config.model.path) != "none":
         yield f"model.path={config.model.path}: codes of quantised weights are not read by Megatron; {INSTEAD}"
     yield from divisions_refused(layout)
-    critic = config.critic.path if "critic" in placed_roles(config) else None
-    folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
-    folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}
-    for key, path in folders.items():
-        if path is not None:
-            yield from _model_faults(f"{key}={path}", path, layout)
+    for key, path in model_folders(config):
+        yield from _model_faults(f"{key}={path}", path, layout)
 
 
 def _model_faults(what: str, path: str, layout: Layout) -> Iterator[str]:

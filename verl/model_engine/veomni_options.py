@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from verl.config.adapter import teacher_models
 from verl.config.backends import layout_of
-from verl.config.cluster import placed_roles
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
-from verl.model_engine.faults import sharded_faults
+from verl.model_engine.faults import model_folders, sharded_faults
 from verl.model_engine.layout import use
 from verl.model_engine.lora_spec import trained_by
 from verl.workers.pools import Pool
@@ -29,22 +27,18 @@ def families_fault(model_type: str) -> str:
 def veomni_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
     """Yield a line per fault."""
     yield from sharded_faults(config, pools, roles)
-    for name in ("tensor", "pipeline", "context", "expert"):
-        if (size := getattr(config.parallel, name)) > 1:
+    layout = layout_of(config)
+    sizes = {"tensor": layout.tensor, "pipeline": layout.pipeline, "context": layout.context, "expert": layout.expert}
+    for name, size in sizes.items():
+        if size > 1:
             fix = "use parallel.sequence or data ranks, or another model.engine"
             yield f"parallel.{name}={size} with model.engine=veomni: it shards weights and the heads of rows; {fix}"
-    layout = layout_of(config)
     if layout.data % layout.replicate:
         fix = f"copies divide the {layout.data} data ranks; {use(layout.data)}"
         yield f"parallel.replicate={layout.replicate} with model.engine=veomni: {fix}"
     if trained_by(config.model.lora) is not None:
         yield "model.lora with model.engine=veomni: factors were not compared; leave it out, or use sharded"
-    critic = config.critic.path if "critic" in placed_roles(config) else None
-    folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
-    folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}
-    for key, path in folders.items():
-        if path is None:
-            continue
+    for key, path in model_folders(config):
         try:
             kind = describe_model(path).model_type
         except ValueError:
