@@ -63,7 +63,7 @@ test-all: mooncake-package
 	FULL_GRID=1 $(MAKE) test
 	FULL_GRID=1 $(MAKE) test-distributed
 	FULL_GRID=1 $(MAKE) test-vllm
-	$(MAKE) test-veomni test-megatron
+	FULL_GRID=1 $(MAKE) test-veomni test-megatron
 	$(MAKE) test-pythons
 
 # The tests of one process by other Pythons, where they are installed.

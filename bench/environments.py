@@ -100,11 +100,12 @@ def ensure_vllm(folder: Path, log: Path) -> Path:
 
 
 TRAINERS = {
-    "megatron": ("megatron-core==0.19.2", "triton==3.9.0"),
+    "megatron": ("megatron-core==0.19.2", "triton==3.9.0", "mbridge==0.15.1", "einops==0.8.2"),
     "veomni": ("veomni==0.1.12", "transformers==5.9.0", "tokenizers==0.22.2", "huggingface_hub==1.33.0"),
 }
 """What the environment of a model engine has in place of, or besides, that of the driver. The requirements of these
-packages would pull builds of torch for CUDA; Megatron-Core wants Python 3.12 and runs on 3.11."""
+packages would pull builds of torch for CUDA; Megatron-Core wants Python 3.12 and runs on 3.11. mbridge, with einops, is
+for a test that compares its names with ours."""
 
 
 def ensure_trainer(name: str, folder: Path, log: Path) -> Path:

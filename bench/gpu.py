@@ -1,11 +1,12 @@
 """verl on one accelerator against what the device can do, measured in the same run: at most five minutes.
 
-    python bench/gpu.py [--shapes 0.6B,4B] [--only decode,update] [--record] [--limit-s 300]
+    python bench/gpu.py [--shapes 0.6B,4B] [--only decode,update] [--trl PYTHON] [--record] [--limit-s 300]
     python bench/gpu.py --device cpu --tiny        the same code at toy sizes, wherever torch runs
 
 Random weights of Qwen3's shapes, bf16. Each number is printed when it is there, with its share of the limit. A part
 that would begin after --limit-s is named with the command that runs it alone. --record writes bench/records/gpu/ and
-this bench's part of bench/RESULTS.md from all records. It needs no network, and nothing beside verl.
+this bench's part of bench/RESULTS.md from all records. It needs no network, and nothing beside verl; where TRL is
+installed, for this interpreter or the one of --trl, its step is measured too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from bench.gpu_parts import SHAPES, TINY, Bench, Row, Sizes, line_of, table_rows
+from bench.gpu_trl import trl_here, trl_step
 from bench.report import assemble
 from bench.results import Table
 from bench.status import _clean_commit
@@ -39,15 +41,18 @@ PARTS = ("limits", "decode", "idle", "prefill", "publish", "update", "step")
 NEVER = "No record: none of these parts has run on a GPU yet."
 
 
-def measure(shape: str, parts: Sequence[str], device: str, sizes: Sizes, until_s: float) -> tuple[list[Row], list[str]]:
-    """Run parts for a shape and print their numbers. Return these, and the parts that would have begun too late."""
+def measure(
+    shape: str, parts: Sequence[str], device: str, sizes: Sizes, until_s: float, trl: str | None = None
+) -> tuple[list[Row], list[str]]:
+    """Run parts for a shape and print their numbers. Return these, and the parts that would have begun too late. trl:
+    an interpreter with TRL"""
     bench, found, late = Bench(shape, device, sizes), list[Row](), list[str]()
     for part in parts:
         if time.monotonic() > until_s:
             late.append(part)
             continue
         with tempfile.TemporaryDirectory(prefix="verl-bench-") as folder:
-            for row in bench.step(Path(folder)) if part == "step" else getattr(bench, part)():
+            for row in steps_of(bench, Path(folder), trl, until_s) if part == "step" else getattr(bench, part)():
                 found.append(row)
                 print(line_of(row, shape), flush=True)
     del bench
@@ -55,6 +60,13 @@ def measure(shape: str, parts: Sequence[str], device: str, sizes: Sizes, until_s
     if device.startswith("cuda"):
         torch.cuda.empty_cache()
     return found, late
+
+
+def steps_of(bench: Bench, folder: Path, trl: str | None, until_s: float) -> Iterator[Row]:
+    """Yield verl's step, and TRL's if an interpreter has it; it is stopped at until_s of the monotonic clock."""
+    yield from bench.step(folder)
+    if trl is not None:
+        yield from trl_step(bench, trl, folder, until_s - time.monotonic())
 
 
 def versions() -> dict[str, str]:
@@ -106,6 +118,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, of {', '.join(PARTS)}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, to try the bench itself")
+    parser.add_argument("--trl", default=trl_here(), help="an interpreter with TRL; default: this one, if it has it")
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--limit-s", type=float, default=300.0)
     asked = parser.parse_args(argv)
@@ -122,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     until_s, late = time.monotonic() + asked.limit_s, []
     for shape in shapes:
         wanted = [part for part in PARTS if part in ("limits", *parts)]
-        rows, left = measure(shape, wanted, asked.device, TINY if asked.tiny else Sizes(), until_s)
+        rows, left = measure(shape, wanted, asked.device, TINY if asked.tiny else Sizes(), until_s, asked.trl)
         late += [f"--shapes {shape} --only {','.join(left)}"] if left else []
         if asked.record:
             print(f"recorded in {record(shape, rows, RECORDS, asked.device, commit)}", flush=True)

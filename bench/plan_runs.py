@@ -105,8 +105,8 @@ def measured(shape: Shape, folder: Path) -> dict[str, Any]:
     }
 
 
-def arguments_of(shape: Shape, folder: Path) -> list[str]:
-    """Write the model and the rows of a run, and return its arguments."""
+def arguments_of(shape: Shape, folder: Path, steps: int = STEPS) -> list[str]:
+    """Write the model and the rows of a run of so many steps, and return its arguments."""
     tokenizer, s = tiny.character_tokenizer(CHARACTERS), shape
     heads = s.hidden // 64
     model = tiny.qwen3(
@@ -115,7 +115,7 @@ def arguments_of(shape: Shape, folder: Path) -> list[str]:
     tiny.save(model, tokenizer, folder / "model")
     text = CHARACTERS[: s.prompt_tokens - 3]  # beside the marks of the template
     row = {"prompt": [{"role": "user", "content": text}], "data_source": "bench", "reward_model": {"ground_truth": ""}}
-    lines = [{**row, "prompt": [{"role": "user", "content": CHARACTERS[i] + text[1:]}]} for i in range(STEPS * 16)]
+    lines = [{**row, "prompt": [{"role": "user", "content": CHARACTERS[i] + text[1:]}]} for i in range(steps * 16)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "grade.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
@@ -125,7 +125,7 @@ def arguments_of(shape: Shape, folder: Path) -> list[str]:
     base = {
         "run.root_dir": folder,
         "run.name": "run",
-        "run.total_steps": STEPS,
+        "run.total_steps": steps,
         "run.threads": 1,
         "run.eval_before": "false",
         "run.eval_after": "false",

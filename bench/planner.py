@@ -54,11 +54,15 @@ def predicted(page: Mapping[str, Any], row: Mapping[str, Any], fitted: Constants
     # while they are decoded, long answers count for longer: their mean context is that of answers weighted by length
     context = model["prompt_tokens"] + fitted.mean_tokens * math.exp(fitted.sigma**2) / 2
     kv_s = model["kv_bytes_per_token"] * context / (1e9 * page["device"]["bandwidth_gbs"])
+    shared = "staleness" not in row  # a synchronous step of all prompts of a period
+    prompts, sync_every = (row.get(key, work[key]) for key in ("prompts_per_step", "sync_every"))
+    if shared:
+        prompts, sync_every = prompts * sync_every, 1
     scheduler = Scheduler(
-        prompts_per_step=work["prompts_per_step"],
-        total_steps=(publishes + 3) * work["sync_every"],
-        sync_every=work["sync_every"],
-        staleness=row["staleness"] or STREAM,
+        prompts_per_step=prompts,
+        total_steps=(publishes + 3) * sync_every,
+        sync_every=sync_every,
+        staleness=0 if shared else row["staleness"] or STREAM,
     )
     return simulate(
         scheduler,
@@ -68,9 +72,10 @@ def predicted(page: Mapping[str, Any], row: Mapping[str, Any], fitted: Constants
             samples_per_prompt=work["samples_per_prompt"],
             lengths=lognormal(fitted.mean_tokens, fitted.sigma, work["most_tokens"]),
             decoding=Decoding(base_s=fitted.base_s, sequence_s=kv_s),
-            update_s=row["update_s"] / work["sync_every"],
-            publish_s=work["publish_s"],
-            partial_rollout=row["staleness"] > 0,
+            update_s=row["update_s"] / sync_every,
+            publish_s=0 if shared else work["publish_s"],  # which is in the rest of a synchronous step
+            partial_rollout=not shared and row["staleness"] > 0,
+            shared=shared,
         ),
         publishes=publishes,
     )
@@ -90,12 +95,15 @@ def fit(page: Mapping[str, Any]) -> list[tuple[float, Constants]]:
 def rows_of(page: Mapping[str, Any], fitted: Constants) -> list[tuple[str, ...]]:
     """Return the cells of the table: each row beside its prediction."""
     cells = list[tuple[str, ...]]()
-    for row in page["rows"]:
-        got = predicted(page, row, fitted)
+    for row in every_row(page):
+        got, shared = predicted(page, row, fitted), "staleness" not in row
+        mode = "synchronous" if shared else f"staleness {row['staleness']:g}"
+        if "prompts_per_step" in row:
+            mode += f", steps of {row['prompts_per_step']}"
         cells.append(
             (
-                f"{row['rollout']}:{row['rollout']}",
-                f"{row['staleness']:g}",
+                f"{row['rollout']}" if shared else f"{row['rollout']}:{row['rollout']}",
+                mode,
                 f"{row['step_s']:.1f}",
                 f"{got.period_s:.1f}",
                 f"{got.period_s / row['step_s'] - 1:+.1%}",
@@ -107,7 +115,12 @@ def rows_of(page: Mapping[str, Any], fitted: Constants) -> list[tuple[str, ...]]
     return cells
 
 
-HEAD = ("rollout:training", "staleness", "s, published", "s, simulated", "error", "wait, published", "simulated", "")
+def every_row(page: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the rows of all tables that are simulated."""
+    return [*page["rows"], *page["local_steps"], *page["synchronous"]]
+
+
+HEAD = ("rollout:training", "mode", "s, published", "s, simulated", "error", "wait, published", "simulated", "")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -129,8 +142,15 @@ def main(argv: Sequence[str]) -> int:
         f"there ({spans}): two rows do not determine three constants. What a sequence adds to a decode step follows "
         "from the model and the device's bandwidth."
     )
-    print(table.markdown(), about, sep="\n\n")
-    write_section("planner", "## The simulator beside published tables", about, table.markdown())
+    head = ("row", "s, published", "s of the trainer alone", "below by")
+    bounds = [
+        (row["name"], f"{row['step_s']:.1f}", f"{row['trainer_s']:.1f}", f"{1 - row['trainer_s'] / row['step_s']:.0%}")
+        for row in page["trainer_bound"]
+    ]
+    others = Table("Rows whose generation the text does not determine", head, tuple(bounds))
+    print(table.markdown(), about, others.markdown(), sep="\n\n")
+    title = "## The simulator beside published tables"
+    write_section("planner", title, about, table.markdown(), others.markdown())
     return 0
 
 

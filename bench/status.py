@@ -78,12 +78,12 @@ PARTS: Mapping[str, Part] = {
     ),
     "model.megatron": Part(
         about="Megatron-Core 0.19 in an environment of its own: tensor, pipeline, expert and data ranks, padded rows",
-        proof={"cpu": "make test-megatron"},
+        proof={"cpu": ".venv-megatron/bin/python -m pytest -q tests/megatron/test_gate_megatron.py"},
         limits="its local layers on gloo; Transformer Engine, NCCL and GPUs: never",
     ),
     "model.veomni": Part(
         about="VeOmni 0.1.12 in an environment of its own: its models and FSDP2, HSDP and sequence parallelism",
-        proof={"cpu": "make test-veomni"},
+        proof={"cpu": ".venv-veomni/bin/python -m pytest -q tests/veomni"},
         limits="gloo on one machine; its kernels, its expert parallelism, NCCL: never",
     ),
     "rollout.native": Part(

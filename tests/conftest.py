@@ -56,6 +56,15 @@ def stays():
         gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def large_disk():
+    """Make every plan of this process on a disk with 1 TiB free: its warnings must not depend on what the machine that
+    runs the tests has left (26 GiB were too few once)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.planner.disk.free_disk_bytes", lambda place: 1 << 40)
+        yield
+
+
 @pytest.fixture
 def reference(monkeypatch):
     """Import a module of the packages that `make reference-packages` installs, for one test."""

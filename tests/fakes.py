@@ -11,12 +11,17 @@ from collections.abc import Callable
 import numpy as np
 
 from verl.rollout.base import BaseEngine, Capabilities, Completion
-from verl.types import Invalid, Refs, Sampling, Score
+from verl.types import Invalid, Refs, Sampling, Score, Segment
 
 
 def put(queue, samples) -> Refs:
     """Rows into a queue, outside of any event loop."""
     return asyncio.run(queue.put(samples))
+
+
+def unscored(prompt: np.ndarray, answer: np.ndarray) -> tuple[Segment, ...]:
+    """Return a row of these ids."""
+    return Segment(ids=prompt, source="prompt"), Segment(ids=answer, source="env")
 
 
 class VirtualTime(asyncio.SelectorEventLoop):

@@ -23,7 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 NUMERICS, CONTRACTS, E2E = "tests/numerics", "tests/contracts", "tests/e2e"
 PARTS: dict[str, tuple[str, ...]] = {
     "kernels": (f"{NUMERICS}/test_accel_table.py", "tests/unit/test_fp8.py"),
-    "numerics": (f"{NUMERICS}/test_engine.py", f"{NUMERICS}/test_training_on_device.py"),
+    "numerics": (
+        f"{NUMERICS}/test_engine.py",
+        f"{NUMERICS}/test_training_on_device.py",
+        f"{NUMERICS}/test_linear_logprob.py",
+    ),
     "decode": (
         f"{NUMERICS}/test_cuda_decode.py",
         f"{NUMERICS}/test_rollout_numerics.py",

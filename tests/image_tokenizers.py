@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,6 +70,14 @@ KINDS: dict[str, Kind] = {
         metaspace=True,
         marks=1,
     ),
+    "kimi_k25": Kind(
+        image="<|media_pad|>",
+        tokens=["<|kimi_k25_video_placeholder|>", "<|media_begin|>", "<|media_content|>", "<|media_end|>"],
+        processor="Kimi_K25Processor",
+        images="",
+        settings={"size": {"max_height": 6, "max_width": 6}, "max_patches": 24, "patch_size": 2},
+        marks=5,
+    ),
     "llava_next": Kind(
         image="<image>",
         processor="LlavaNextProcessor",
@@ -112,6 +121,23 @@ KINDS: dict[str, Kind] = {
         marks=3,
     ),
 }
+NAMES = {
+    "image_token": "<|image|>",
+    "boi_token": "<|image>",
+    "eoi_token": "<image|>",
+    "audio_token": "<|audio|>",
+    "boa_token": "<|audio>",
+    "eoa_token": "<audio|>",
+}
+KINDS["gemma4"] = Kind(
+    image="<|image|>",
+    tokens=["<|video|>", *[token for token in NAMES.values() if token != "<|image|>"]],
+    names=NAMES,
+    processor="Gemma4Processor",
+    images="Gemma4ImageProcessorPil",
+    settings={"max_soft_tokens": 70, "patch_size": 2, "pooling_kernel_size": 2},
+    marks=7,
+)
 TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|assistant|>' }}"
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
@@ -154,7 +180,7 @@ def folder_of(kind: str, tokenizer: Any, folder: Path, **settings: Any) -> Any:
     """Write a model's configuration with the ids of a tokenizer, and the settings of its image processor."""
     config = built(kind, tokenizer).config
     config.save_pretrained(folder)
-    getattr(transformers, KINDS[kind].images)(**KINDS[kind].settings, **settings).save_pretrained(folder)
+    _save_settings(kind, folder, **settings)
     return config
 
 
@@ -163,8 +189,16 @@ def marked_folder(kind: str, folder: Path) -> Path:
     tokenizer = tokenizer_of(kind)
     built(kind, tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    getattr(transformers, KINDS[kind].images)(**KINDS[kind].settings).save_pretrained(folder)
+    _save_settings(kind, folder)
     return folder
+
+
+def _save_settings(kind: str, folder: Path, **settings: Any) -> None:
+    k = KINDS[kind]
+    if k.images:
+        getattr(transformers, k.images)(**k.settings, **settings).save_pretrained(folder)
+    else:  # its class needs torchvision
+        (folder / "preprocessor_config.json").write_text(json.dumps(dict(k.settings)))
 
 
 def built(kind: str, tokenizer: Any) -> Any:
@@ -172,6 +206,14 @@ def built(kind: str, tokenizer: Any) -> Any:
     ids = {"image_token_id": tokenizer.convert_tokens_to_ids(KINDS[kind].image)}
     if kind == "gemma3":
         ids |= {"boi_token_index": tokenizer.boi_token_id, "eoi_token_index": tokenizer.eoi_token_id}
+    if kind == "gemma4":
+        named = {name.replace("_token", "_token_id"): tokenizer.convert_tokens_to_ids(t) for name, t in NAMES.items()}
+        named["eoa_token_index"] = named.pop("eoa_token_id")
+        ids |= named
+        ids["video_token_id"] = tokenizer.convert_tokens_to_ids("<|video|>")
+    if kind == "kimi_k25":
+        ids["video_token_id"] = tokenizer.convert_tokens_to_ids(KINDS[kind].tokens[0])
     ends = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
     outside = kind == "mllama"  # no policy can sample its token of images
+    ends |= {"vocab_size_per_layer_input": len(tokenizer)} if kind == "gemma4" else {}
     return random_model(kind, ids, vocab_size=len(tokenizer) - outside, **ends)

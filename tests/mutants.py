@@ -84,6 +84,7 @@ LORA, LORA_KEYS = "tests/unit/test_lora_config.py", "tests/unit/test_compat_lora
 LORA_TRAINING, LORA_EXPORT = "tests/numerics/test_lora_training.py", "tests/e2e/test_lora_export.py"
 LORA_WHOLE, SAVED = "tests/numerics/test_lora_whole.py", "tests/unit/test_saved_modules.py"
 QUANTISED = "tests/numerics/test_quantised_training.py"
+WHOLE_FACTORS = "tests/contracts/test_policy_whole.py"
 LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
 CODES, HEAD = "tests/unit/test_native_codes.py", "tests/numerics/test_linear_logprob.py"
 MEDIA, VISION = "tests/unit/test_media.py", "tests/numerics/test_vision.py"
@@ -106,6 +107,7 @@ ADAPTED = "tests/e2e/test_distillation.py::test_two_adapters_of_one_base_teach_b
 OPENED = "tests/unit/test_teacher_config.py"
 STORED = "tests/numerics/test_stored_answers.py"
 FEEDBACK = "tests/numerics/test_feedback.py"
+REPLAY = "tests/numerics/test_router_replay.py"
 OBSERVATION = "tests/numerics/test_observation.py"
 RANKS = "tests/distributed/test_gate.py tests/distributed/test_state.py"
 SIBLINGS = "tests/distributed/test_siblings.py"
@@ -346,7 +348,7 @@ MUTANTS = (
     Mutant("algorithms/weights.py", "mask=seen.mask & taught", "mask=seen.mask", FEEDBACK),
     Mutant("algorithms/estimators.py", "taught * (theirs", "(theirs", FEEDBACK),
     Mutant("workers/role.py", "if s.context is None and s.taught]", "if s.context is None]", FEEDBACK),
-    Mutant("data/render.py", "if len(ids) > self.longest else", "if False else", FEEDBACK),
+    Mutant("data/feedback.py", "if len(ids) > self.longest else", "if False else", FEEDBACK),
     Mutant("driver/trajectories.py", "math.floor(draw * share + start)", "math.floor(draw * share)", STORED),
     Mutant("driver/step.py", "replace(r, copies=n) if r.stored else r", "r", STORED),
     Mutant("driver/step.py", "drawn: Refs = rows.sampled()", "drawn: Refs = rows", STORED),
@@ -427,11 +429,17 @@ MUTANTS = (
     Mutant("model_engine/served.py", "values[at]", "values[at - 1]", SERVED),
     Mutant("model_engine/served.py", "if not gap <= TOLERANCE:", "if False:", SERVED),
     Mutant("model_engine/served.py", "return {}", "return {'logprobs': torch.zeros(len(ids))}", SERVED),
-    Mutant("batch.py", 'if s.source == "env" and drawn and', 'if s.source == "env" and', OBSERVATION),
-    Mutant("batch.py", "and drawn and s.version != TEMPLATE:", "and drawn:", OBSERVATION),
+    Mutant("observed.py", 'if s.source == "env" and drawn and', 'if s.source == "env" and', OBSERVATION),
+    Mutant("observed.py", "and drawn and s.version != TEMPLATE:", "and drawn:", OBSERVATION),
     Mutant("workers/compute.py", "np.cumsum([0, *counts])", "np.cumsum([0, *counts]) * 0", OBSERVATION),
     Mutant("workers/rank_batch.py", "around(column, ~seen)", "around(column.flip(0), ~seen)", OBSERVATION),
     Mutant("workers/role.py", "found[n][drawn]", "found[n][: int(at[-1])]", OBSERVATION),
+    Mutant("model_engine/passes.py", "count if batch.routes is None else max(count, len(parts))", "count", REPLAY),
+    Mutant("workers/role.py", "(ROUTES,) if view.average or view.start else self._unread", "self._unread", REPLAY),
+    Mutant(
+        "workers/role.py", "return () if self.engine.capabilities.replays_routes else (ROUTES,)", "return ()", REPLAY
+    ),
+    Mutant("model_engine/torch_engine.py", "replace(batch, routes=None) if average or start else", "", REPLAY),
     Mutant("nn/linear_logprob.py", ".add_(share)", "", TEACHER),
     Mutant("nn/linear_logprob.py", "apart[:, -1].clone()", "apart[:, -1]", TEACHER),
     Mutant("nn/linear_logprob.py", ".scatter_(-1, ids[at], theirs)", "", TEACHER),
@@ -563,9 +571,11 @@ MUTANTS = (
         "driver/dispatch.py", "return [found[at] for at in range(len(found))]", "return list(found.values())", DISPATCH
     ),
     Mutant("driver/dispatch.py", "(least + costs[name], rank)", "(least + 1, rank)", DISPATCH),
-    Mutant(
-        "batch.py", "key = (sample.adapter, media, ids.tobytes())", "key = (sample.adapter, (), ids.tobytes())", PACK
-    ),
+    Mutant("batch.py", "key = (sample.adapter, media, ids", "key = (sample.adapter, (), ids", PACK),
+    Mutant("batch.py", 'b"" if routes is None else routes.tobytes()', 'b""', REPLAY),
+    Mutant("nn/router_replay.py", ".gather(-1, experts)", ".gather(-1, own)", REPLAY),
+    Mutant("nn/router_replay.py", "given[ARGUMENT][number].t()", "given[ARGUMENT][0].t()", REPLAY),
+    Mutant("driver/routes.py", "routes[left] = found[left]", "routes[:same] = found[:same]", REPLAY),
     Mutant("batch.py", "before[0] = seg_start[parent[node] + 1] - 1", "before[0] = seg_start[parent[node]]", PACK),
     # -- the scheduler and the groups
     Mutant("driver/scheduler.py", "self.max_lag = math.ceil(staleness)", "self.max_lag = math.floor(staleness)", SCHED),
@@ -681,11 +691,13 @@ MUTANTS = (
     Mutant("rollout/native/architecture.py", "i % 3 if i < 3 * sections[i % 3] else 0", "i % 3", SEEN),
     Mutant("nn/vision.py", "clamp(min=0)] + media.feature", "clamp(min=0)]", VISION),
     Mutant("nn/attention.py", "else q + self.ahead[..., None]", "else q", "tests/numerics/test_vision_families.py"),
+    Mutant("nn/attention.py", "(self.windows and window is None)", "False", "tests/numerics/test_vision_families.py"),
     Mutant("models/multimodal.py", "np.where(here, medium, -1)", "medium", "tests/numerics/test_vision_families.py"),
     Mutant("rollout/embedded/hf_runner.py", "(language.config,", "(self._config,", "tests/e2e/test_image_rows.py"),
     Mutant("models/families.py", 'around="\\n\\n"', 'around=""', "tests/unit/test_image_prompts.py"),
     Mutant("models/expand.py", "if i < rows and is_mark", "if False and is_mark", "tests/unit/test_image_prompts.py"),
     Mutant("models/kept.py", "self._kept.move_to_end(name)", "pass", "tests/unit/test_pictures.py"),
+    Mutant("models/kept.py", "if name in self._used)", ")", "tests/unit/test_pictures.py"),
     Mutant("models/image_files.py", "image = ImageOps.exif_transpose(image)", "pass", "tests/unit/test_pictures.py"),
     Mutant("nn/vision.py", "if deeper:", "if not deeper:", VISION),
     Mutant("model_engine/sharded.py", "and any(encodes))", "and False)", "tests/distributed/test_images.py"),
@@ -875,14 +887,12 @@ MUTANTS = (
     ),
     # -- LoRA in configuration, plan and export
     Mutant("model_engine/memory.py", '"gradients": 4 * share.trained', '"gradients": 4 * share.weights', LORA),
-    Mutant(
-        "model_engine/lora.py",
-        "with_product(output, x, a, b, self.parameters.scale)",
-        "with_product(output, x, a, b, 1.0)",
-        LORA_TRAINING,
-    ),
+    Mutant("nn/lora.py", "self.scale, over=self.over, weight=weight)", "1.0)", LORA_TRAINING),
+    Mutant("nn/joint.py", "self.a, alpha=scale", "self.a", "tests/numerics/test_joint.py"),
     Mutant("model_engine/lora.py", 'if self._at == "none":', 'if self._at == "start":', LORA_TRAINING),
     Mutant("model_engine/lora.py", "product.T if name in self._turned else product", "product", LORA_TRAINING),
+    Mutant("nn/lora.py", "torch.mm(flat, b).mul_(ctx.scale)", "torch.mm(flat, b)", LORA_TRAINING),
+    Mutant("model_engine/local_model.py", 's.gradient_checkpointing == "none"', "True", LORA_TRAINING),
     Mutant(
         "nn/expert_lora.py",
         "by_expert(x, a, ends) * self._scale, b, ends)",
@@ -910,7 +920,23 @@ MUTANTS = (
     Mutant("model_engine/sibling.py", "if name not in own]", "]", LORA_WHOLE),
     Mutant("model_engine/sibling.py", "        found.fill(own)\n", "", LORA_WHOLE),
     Mutant("model_engine/lora_spec.py", "if name in tied:", "if False:", LORA_WHOLE),
-    Mutant("config/lora_layers.py", "or factors.saved or", "or", SAVED),
+    Mutant("config/lora_layers.py", "if factors.saved and not traits.lora_whole:", "if False:", SAVED),
+    Mutant("driver/publisher.py", "able.lora_whole or not self.trained_whole", "True", FACTORS),
+    Mutant("parameter_set.py", "if parameters.replaced and not lora_whole:", "if False:", WHOLE_FACTORS),
+    Mutant("rollout/embedded/core.py", "            if policy.whole:\n", "            if False:\n", WHOLE_FACTORS),
+    Mutant("rollout/native/runner.py", "self._use_noise(False)  # else", "# else", WHOLE_FACTORS),
+    Mutant(
+        "model_engine/lora_source.py",
+        "frozenset(factors).union(self.parameters.replaced)",
+        "frozenset(factors)",
+        WHOLE_FACTORS,
+    ),
+    Mutant(
+        "model_engine/lora_source.py",
+        "return is_factor(name) or name in engine.local.lora.parameters.replaced",
+        "return is_factor(name)",
+        WHOLE_FACTORS,
+    ),
     Mutant("model_engine/sibling.py", "{id(t): t for t in (*parameters, *model.buffers())}", "{}", LORA_TRAINING),
     Mutant(
         "rollout/embedded/core.py",
@@ -976,7 +1002,7 @@ MUTANTS = (
     Mutant("config/compat/lora.py", 'found["rank"] else {}', 'found["alpha"] else {}', LORA_KEYS),
     Mutant("config/compat/lora.py", "elif value not in _HARMLESS[option]:", "elif False:", LORA_KEYS),
     Mutant("checkpoint/safetensors_file.py", "self.names and self._splits and", "self.names and", LORA_TRAINING),
-    Mutant("model_engine/lora.py", "if not tensor.isfinite().all():", "if False:", LORA_TRAINING),
+    Mutant("config/adapter.py", "finite = not np.any(bits & exponent == exponent)", "finite = True", LORA_TRAINING),
     Mutant("model_engine/merging.py", "(base, _pad_id(source))", "(base, None)", LORA_EXPORT),
     Mutant("model_engine/merging.py", "tensor.detach().to(getattr(torch, dtype))", "tensor", LORA_EXPORT),
     # -- LoRA sets
@@ -1439,7 +1465,8 @@ MUTANTS = (
     Mutant("accel/cuda/training.py", "a * cos_a + b * sin_b,", "a * cos_a - b * sin_b,", CUDA),
     Mutant("accel/trained.py", "key <= at - (window", "key < at - (window", "tests/numerics/test_accel_table.py"),
     Mutant("accel/trained.py", "key > at", "key >= at", "tests/numerics/test_accel_table.py"),
-    Mutant("nn/attention.py", "window=window or 0)", "window=0)", "tests/numerics/test_attention.py"),
+    Mutant("nn/attention.py", '"window": window or 0', '"window": 0', "tests/numerics/test_attention.py"),
+    Mutant("nn/linear_logprob.py", "+= head_product(dz.T, h)", "+= dz.T @ h", "tests/numerics/test_linear_logprob.py"),
     Mutant("nn/recompute.py", '*("aten.mm", "aten.addmm",', '*("aten.addmm",', CHECKPOINTED),
     Mutant("model_engine/memory.py", "2 * q + kv + 2 * wide", "q + kv + 2 * wide", CHECKPOINTED),
     Mutant(

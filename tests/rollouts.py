@@ -57,11 +57,15 @@ def native_core(
     layout: str | None = None,
     fp8: bool = False,
     noise: NoiseSchedule | None = None,
+    replay_routes: bool = False,
     **rest: Any,
 ) -> EngineCore:
     """Return the synchronous native engine with `weights` as version 0; `rest` are arguments of the runner."""
     options = Options(
-        max_prefill_tokens=max_prefill_tokens, prefix_cache_tokens=prefix_cache_tokens, max_kv_tokens=max_kv_tokens
+        max_prefill_tokens=max_prefill_tokens,
+        prefix_cache_tokens=prefix_cache_tokens,
+        max_kv_tokens=max_kv_tokens,
+        replay_routes=replay_routes,
     )
     known = {"max_context_tokens": max_context_tokens, "dtype": dtype, "deterministic": deterministic, "fp8": fp8}
     known |= {"noise": noise}

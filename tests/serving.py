@@ -20,14 +20,17 @@ from tokens import bpe_tokenizer
 from verl.chat.template import audit_template
 from verl.driver.setup import decoder
 from verl.models import tiny
+from verl.models.pictures import Pictures
 from verl.rollout.base import BaseEngine, Capabilities, Completion, GenerateRequest, RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.rollout.server.app import make_app, run_app
+from verl.rollout.server.images import ChatImages
 from verl.rollout.server.options import ServeConfig
 from verl.rollout.server.service import Service
 from verl.rollout.server.texts import Texts
 from verl.serve import FolderWeights, bound
+from verl.transfer_queue.base import MediaStore
 
 KEY = "the key of a test"
 CONTROLLED = ("serve.control=true", f"serve.api_key={KEY}")
@@ -59,9 +62,9 @@ def model(seed: int = 1, max_positions: int = 512) -> Any:
     return made
 
 
-def texts_of(of: Any) -> Texts:
+def texts_of(of: Any, images: ChatImages | None = None) -> Texts:
     spell = decoder(of, special_tokens=True)
-    return Texts(tokenizer=of, decode=decoder(of), spell=spell, audit=audit_template(of))
+    return Texts(tokenizer=of, decode=decoder(of), spell=spell, audit=audit_template(of), images=images)
 
 
 async def engine_of(
@@ -105,14 +108,26 @@ class Scripted(BaseEngine):
 
 @contextlib.asynccontextmanager
 async def serving(
-    engine: Any, of: Any = None, *, max_context_tokens: int = 256, grace_s: float = 0.0, **options: Any
+    engine: Any,
+    of: Any = None,
+    *,
+    max_context_tokens: int = 256,
+    grace_s: float = 0.0,
+    images: ChatImages | None = None,
+    media: MediaStore | None = None,
+    pictures: Pictures | None = None,
+    banned: tuple[int, ...] = (),
+    **options: Any,
 ) -> AsyncIterator[Any]:
     """-> client, service. The engine is closed with it."""
     of = of or tokenizer()
     service = Service(
         engine=engine,
-        texts=texts_of(of),
+        texts=texts_of(of, images),
         options=ServeConfig(**options),
+        media=media,
+        pictures=pictures,
+        banned=banned,
         grace_s=grace_s,
         vocab_size=320,
         max_context_tokens=max_context_tokens,

@@ -6,12 +6,13 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from on_device import RUN
 from started import Started
 
 from verl.config.load import load_config
-from verl.driver.launch import Finished, run_rl
+from verl.driver.launch import Finished, run_rl, run_supervised
 
 REWARD = Path(__file__).parent / "reward_length.py"
 
@@ -51,6 +52,29 @@ def small_args(root: Path, model: Path, data: Sequence[Path], *more: str) -> lis
 
 def small_run(root: Path, model: Path, data: Sequence[Path], *more: str) -> Finished:
     return run_rl(load_config(small_args(root, model, data, *more)), quiet=True)
+
+
+def small_supervised(command: Any, root: Path, folder: Path, data: Path, *more: str) -> Finished:
+    """One step of SFT, of a reward model or of preferences on all rows of a file, which are evaluated too."""
+    base = {
+        "run.root_dir": root,
+        "run.name": "r",
+        "run.total_steps": 1,
+        "run.threads": 1,
+        "model.path": folder,
+        "model.dtype": "float32",
+        "data.train_files": f"[{data}]",
+        "data.eval_files": f"[{data}]",
+        "data.cache_dir": root / "cache",
+        "data.max_tokens_per_row": 64,
+        "data.shuffle": "false",
+        "step.prompts_per_step": len(data.read_text().splitlines()),
+        "optim.lr": 1e-12,
+        "track.sinks": "[jsonl]",
+    }
+    given = {a.partition("=")[0] for a in more}
+    args = [f"{k}={v}" for k, v in base.items() if k not in given]
+    return run_supervised(load_config([*args, *more]), command)
 
 
 def same_tensors(a: dict, b: dict) -> None:

@@ -27,7 +27,7 @@ from verl.types import Medium, Sample, Segment
 
 VOCAB, START, END, IMAGE, VIDEO = 64, 58, 59, 60, 61
 """The size of the vocabulary and its special tokens."""
-_TEXT: dict[str, Any] = dict(
+TEXT: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=32,
     intermediate_size=48,
@@ -78,7 +78,7 @@ def model(kind: str, *, tower: Mapping[str, Any] | None = None, **more: Any) -> 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return make(
-            config(text_config=_TEXT | text | more, vision_config=_TOWER | vision | dict(tower or {}), **_IDS)
+            config(text_config=TEXT | text | more, vision_config=_TOWER | vision | dict(tower or {}), **_IDS)
         ).float()
 
 
@@ -196,8 +196,9 @@ TEMPLATE = (
 """A chat template that writes a placeholder for each image and video, as Qwen's."""
 
 
-def image_tokenizer() -> Any:
-    """Return a tokenizer of characters, with the special tokens of images that the models have."""
+def image_tokenizer(more: Mapping[str, int] | None = None, template: str = TEMPLATE) -> Any:
+    """Return a tokenizer of characters, with the special tokens of images that the models have. more: further special
+    tokens"""
     from tokenizers import Tokenizer, decoders, models
 
     from verl.models import tiny
@@ -206,10 +207,11 @@ def image_tokenizer() -> Any:
     vocab = {token: i for i, token in enumerate([*tiny.SPECIAL_TOKENS, *characters])}
     assert len(vocab) <= START
     seen = {"<|vision_start|>": START, "<|vision_end|>": END, "<|image_pad|>": IMAGE, "<|video_pad|>": VIDEO}
+    seen |= more or {}
     core = Tokenizer(models.BPE(vocab=vocab | seen, merges=[]))
     core.add_special_tokens([*tiny.SPECIAL_TOKENS, *seen])
     core.decoder = decoders.Fuse()
-    return tiny.with_chat(core, TEMPLATE)
+    return tiny.with_chat(core, template)
 
 
 def chat_folder(folder: Path, kind: str, made: Any = None) -> Path:

@@ -54,6 +54,14 @@ class Kind:
 _SIZES: dict[str, Grid] = {"cat": (1, 2, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)}
 _TILES: dict[str, Grid] = {"cat": (2, 1, 1), "dog": (1, 1, 1), "fox": (3, 1, 1)}
 _ONE_TILE: dict[str, Grid] = {"cat": (1, 1, 1), "dog": (1, 1, 1), "fox": (1, 1, 1)}
+SOUNDS: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "subsampling_conv_channels": [4, 4],
+    "output_proj_dims": 16,
+}
+"""A tower that reads sounds, which no row has."""
 PINPOINTS = [[8, 16], [16, 8], [16, 16]]
 """The sizes in pixels of the tiles of LLaVA-NeXT together, of 8 x 8 each."""
 _PATCHES: dict[str, Any] = {
@@ -126,6 +134,30 @@ KINDS: dict[str, Kind] = {
         grids=_ONE_TILE,
         pixels=lambda grid: (grid[0], 3, 8, 8),
     ),
+    "kimi_k25": Kind(
+        config="Kimi_K25Config",
+        text={
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 2,
+            "q_lora_rank": 12,
+            "kv_lora_rank": 8,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 12,
+            "head_dim": 8,
+            "moe_intermediate_size": 12,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+        tower={"patch_size": 2, "pos_emb_height": 4, "pos_emb_width": 4},
+        more={"image_token_id": IMAGE, "video_token_id": VIDEO, "projection_hidden_size": 16},
+        grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
+        pixels=lambda grid: (grid[1] * grid[2], 3, 2, 2),
+        native=False,
+    ),
     "llava_next": Kind(
         config="LlavaNextConfig",
         text={"model_type": "llama"},
@@ -191,6 +223,38 @@ KINDS: dict[str, Kind] = {
         grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
         pixels=lambda grid: (grid[1] * grid[2], 12),
     ),
+    "gemma4": Kind(
+        config="Gemma4Config",
+        text={
+            "num_hidden_layers": 5,  # what a layer of either type computes is read by a later one with its own keys
+            "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 2, "full_attention"],
+            "num_kv_shared_layers": 2,
+            "sliding_window": 6,
+            "global_head_dim": 24,
+            "use_bidirectional_attention": "vision",
+            "vocab_size_per_layer_input": VOCAB,
+            "hidden_size_per_layer_input": 8,
+            "enable_moe_block": True,
+            "num_experts": 4,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 12,
+            "final_logit_softcapping": 3.0,
+            "max_position_embeddings": 512,
+        },
+        tower={
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "patch_size": 2,
+            "pooling_kernel_size": 2,
+            "position_embedding_size": 160,
+            "use_clipped_linears": True,
+        },
+        more={"image_token_id": IMAGE, "video_token_id": VIDEO, "audio_token_id": 40, "boi_token_id": START}
+        | {"eoi_token_id": END, "boa_token_id": 41, "eoa_token_index": 42, "audio_config": SOUNDS},
+        grids={"cat": (1, 4, 6), "dog": (1, 2, 2), "fox": (1, 6, 4)},
+        pixels=lambda grid: (grid[1] * grid[2], 12),
+        native=False,
+    ),
     "internvl": Kind(
         config="InternVLConfig",
         text={"model_type": "qwen2"},
@@ -230,6 +294,9 @@ def random_model(kind: str, ids: Mapping[str, int], tower: Mapping[str, Any] | N
                 parameter.data.normal_(std=0.2)
             elif "bias" in name or "norm" in name or "lambda" in name:
                 parameter.data.add_(torch.randn_like(parameter) * 0.2)
+        for buffer in made.buffers():  # the limits of inputs and outputs, without one at the beginning
+            if buffer.is_floating_point() and buffer.isinf().any():
+                buffer.clamp_(-3.0, 3.0)
     return made
 
 
@@ -293,7 +360,10 @@ def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
     ids, is_image, sampled, at = sample_ids(sample), np.zeros(sample.total_tokens, np.int64), list[int](), 0
     family, config, content = family_of(module.config), module.config, pictures(kind)
     assert family is not None
-    spare = config.image_token_id = min({*range(3, VOCAB)} - {*ids.tolist()})
+    spare, other, *_ = sorted({*range(3, VOCAB)} - {*ids.tolist()})
+    config.image_token_id = spare
+    if kind in ("kimi_k25", "gemma4"):  # they have other embeddings for the ids of placeholders
+        config.video_token_id = config.audio_token_id = other
     for s in sample.segments:
         for m in s.media:
             places = at + m.start + np.flatnonzero(s.ids[m.start : m.end] == IMAGE)
@@ -308,7 +378,8 @@ def own_logprobs(kind: str, module: Any, sample: Sample) -> Tensor:
         if family.crossed:
             given["cross_attention_mask"] = _crossed(ids.tolist(), spare, given.pop("num_tiles"))
             given["input_ids"] = torch.from_numpy(sample_ids(sample))[None]  # the token of an image is text
-        if kinds := "token_type_ids" if family.mutual else "mm_token_type_ids" if family.axes > 1 else None:
+        mutual = {"all": "token_type_ids", "windows": "mm_token_type_ids"}
+        if kinds := mutual.get(family.mutual) or ("mm_token_type_ids" if family.axes > 1 else None):
             given[kinds] = torch.from_numpy(is_image)[None]
     logits = module(**given).logits[0].log_softmax(-1)
     own: Tensor = logits[torch.tensor(sampled) - 1, torch.from_numpy(sample_ids(sample))[sampled]]
@@ -336,10 +407,23 @@ def _canvas(images: list[Picture]) -> dict[str, Any]:
     }
 
 
+def _placed(images: list[Picture]) -> dict[str, Any]:
+    """Each image has as many patches as a processor makes at most, 24, of which the last have no place."""
+    patches = np.zeros((len(images), 24, images[0].patches.shape[1]), np.float32)
+    places = np.full((len(images), 24, 2), -1)
+    for image, into, place in zip(images, patches, places):
+        into[: len(image.patches)] = image.patches.numpy()
+        x, y = np.meshgrid(np.arange(image.grid[2]), np.arange(image.grid[1]))
+        place[: len(image.patches)] = np.stack([x, y], -1).reshape(-1, 2)
+    return {"pixel_values": torch.from_numpy(patches), "image_position_ids": torch.from_numpy(places)}
+
+
 def _content(images: list[Picture], form: str) -> dict[str, Any]:
     """Return images as the processors of transformers do."""
     if form == "tiles on a canvas":
         return _canvas(images)
+    if form == "placed patches":
+        return _placed(images)
     if form != "pixels":
         content = torch.cat([image.patches for image in images])
         if form == "patches":
@@ -352,3 +436,10 @@ def _content(images: list[Picture], form: str) -> dict[str, Any]:
     for image, room in zip(images, canvas):
         room[:, : image.patches.shape[-2], : image.patches.shape[-1]] = image.patches[0]
     return {"pixel_values": canvas, "image_sizes": torch.tensor([[h, w] for h, w in sizes])}
+
+
+def published(name: str) -> str:
+    """Return the name of a weight in Moonshot's folders. transformers reads these, and saves others."""
+    name = name.replace("language_model.model.blocks", "language_model.model.layers")
+    name = name.replace("vision_tower.encoder.patch_embed", "vision_tower.patch_embed")
+    return name.removeprefix("model.") if "pre_norm" in name else name

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from verl.media_tokens import MediaTokens, joined_media, place_media
+from verl.routes import concat_routes, joined_routes, routes_of
 from verl.runs import cut_runs, cuts_of, media_of, runs_of, slice_of
-from verl.types import LEARNED, TEMPLATE, Medium, Sample, Segment
+from verl.types import LEARNED, ROUTES, Medium, Sample, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Batch:
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [L, ...]
     row_columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [R, ...]
     media: MediaTokens | None = None  # the tokens that are placeholders of media; None: all are text
+    routes: Tensor | None = None  # [layers, k, T]: experts of each token in the rollout, or NO_ROUTE (verl/routes.py)
 
     @property
     def num_tokens(self) -> int:
@@ -143,36 +145,6 @@ def _where(mask: Tensor, column: Tensor) -> Tensor:
     return torch.where(shaped, column, torch.zeros_like(column))
 
 
-# -- observations ----------------------------------------------------------------------------------------------------
-
-OBSERVED = -2
-"""The value of the column `versions` for a token that the environment wrote."""
-
-
-def observed(sample: Sample) -> Sample:
-    """Return the row with the environment's tokens after the policy's first token as loss tokens too, except those that
-    the template is known to have written. The tokens before (a prompt, the history of a rewritten row) stay context."""
-    sides = {name: channel for s in sample.segments for name, channel in s.side.items()}
-    out, drawn = list[Segment](), False
-    for s in sample.segments:
-        if s.source == "env" and drawn and s.version != TEMPLATE:
-            n = len(s.ids)
-            side = {name: np.zeros((n, *channel.shape[1:]), channel.dtype) for name, channel in sides.items()}
-            s = replace(
-                s, source="sampled", logprobs=np.zeros(n, np.float32), version=OBSERVED, side={**side, **s.side}
-            )
-        drawn = drawn or s.source == "sampled"
-        out.append(s)
-    return replace(sample, segments=tuple(out))
-
-
-def around(column: Tensor, at: Tensor) -> Tensor:
-    """Return [L, ...]: the values of `column` [n, ...] where `at` [L] is True, and 0 elsewhere."""
-    out = torch.zeros((len(at), *column.shape[1:]), dtype=column.dtype)
-    out[at] = column
-    return out
-
-
 # -- building --------------------------------------------------------------------------------------------------------
 
 
@@ -184,12 +156,13 @@ class _Node:
     parent: int
     depth: int  # tokens before this node
     media: tuple[Medium, ...] = ()
+    routes: np.ndarray | None = None  # [t, layers, k]
     children: dict[_Key, int] = field(default_factory=dict)
 
 
-_Key = tuple[str | None, tuple[Medium, ...], bytes]
-"""The identity of a run of tokens as an input: the adapter that reads it, its media, its ids. Ids alone do not suffice:
-two images have the same placeholder ids."""
+_Key = tuple[str | None, tuple[Medium, ...], bytes, bytes]
+"""The identity of a run of tokens as an input: the adapter that reads it, its media, its ids, the routes of its tokens.
+Ids alone do not suffice: two images have the same placeholder ids."""
 
 
 def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
@@ -212,12 +185,13 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
             ids = np.concatenate([s.ids for s in parts]) if len(parts) > 1 else np.asarray(parts[0].ids)
             ids = ids.astype(np.int64, copy=False)  # one dtype: equal bytes are equal ids
             media = media_of(parts)
-            key = (sample.adapter, media, ids.tobytes())
+            routes = routes_of(parts)
+            key = (sample.adapter, media, ids.tobytes(), b"" if routes is None else routes.tobytes())
             siblings = nodes[at].children if at >= 0 else roots
             found = siblings.get(key) if share_prefix else None
             if found is None:
                 depth = nodes[at].depth + len(nodes[at].ids) if at >= 0 else 0
-                nodes.append(_Node(ids, at, depth, media))
+                nodes.append(_Node(ids, at, depth, media, routes))
                 found = len(nodes) - 1
                 siblings[key] = found
             first = 1 if at < 0 else 0
@@ -274,6 +248,7 @@ def _assemble(
             "banned": torch.tensor([s.banned for s in samples], dtype=torch.bool),
         },
         media=place_media([n.media for n in nodes], seg_start),
+        routes=joined_routes([(n.routes, len(n.ids)) for n in nodes]),
     )
 
 
@@ -283,7 +258,7 @@ def _drawn_columns(drawn: Sequence[Segment]) -> dict[str, Tensor]:
     flat = np.concatenate(logprobs) if logprobs else np.zeros(0)
     versions = np.repeat(np.array([s.version for s in drawn], np.int64), [len(s.ids) for s in drawn])
     columns = {"rollout_logprobs": torch.from_numpy(flat.astype(np.float32)), "versions": torch.from_numpy(versions)}
-    for name in sorted({name for s in drawn for name in s.side}):
+    for name in sorted({name for s in drawn for name in s.side} - {ROUTES}):
         without = sum(name not in s.side for s in drawn if s.source != "stored")
         if without:
             raise ValueError(f"side channel {name!r} is missing in {without} of {len(drawn)} sampled segments")
@@ -337,6 +312,7 @@ def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
         columns={name: c[loss] for name, c in batch.columns.items()},
         row_columns={name: c[row_index] for name, c in batch.row_columns.items()},
         media=batch.media and batch.media.at(token_index),
+        routes=None if batch.routes is None else batch.routes[..., token_index],
     )
 
 
@@ -429,6 +405,7 @@ def concat(batches: Sequence[Batch]) -> Batch:
         columns={name: torch.cat([b.columns[name] for b in batches]) for name in batches[0].columns},
         row_columns={name: torch.cat([b.row_columns[name] for b in batches]) for name in batches[0].row_columns},
         media=joined_media([(b.media, b.num_tokens) for b in batches]),
+        routes=concat_routes([(b.routes, b.num_tokens) for b in batches]),
     )
 
 
@@ -465,6 +442,7 @@ def unshare(batch: Batch) -> Batch:
         leaf=np.arange(len(chains), dtype=np.int64),
         target_from=target_from,
         media=batch.media and batch.media.at(token_index),
+        routes=None if batch.routes is None else batch.routes[..., token_index],
     )
 
 

@@ -29,7 +29,7 @@ USAGE = """usage: verl VERB [key=value ...]
   rm        model.path=DIR data.train_files=[F] a reward model from preference pairs
   dpo       model.path=DIR data.train_files=[F] preference training (preference.loss=dpo, ipo, kto, orpo, simpo, ...)
   eval      model.path=DIR data.eval_files=[F] accuracy of a model, nothing trained
-  generate  model.path=DIR prompt=TEXT [n=1]   answers to one prompt
+  generate  model.path=DIR prompt=TEXT [n=1]   answers to one prompt, with images: images=[F]
   serve     model.path=DIR [serve.port=8000]   the model behind OpenAI's and vLLM's HTTP
   plan      (as train) [rollout_s=S update_s=S] every derived size and the memory, without loading anything; with the
             [card_gib=G]                       two times of a step also how they overlap; whether a card of G GiB
@@ -40,6 +40,8 @@ USAGE = """usage: verl VERB [key=value ...]
   simulate  (as train) token_s=S sequence_s=S  the pace with this and other staleness, under a virtual clock: a decode
             update_s=S [publish_s=S]           step takes token_s, and sequence_s more for each sequence; answers
             mean_tokens=N sigma=X | from=RUN   of log-normal lengths, or those of a run, with its times
+            [reward_s=S tool_calls=N tool_s=S] what an answer waits for beside its decode steps
+            [steps_ahead=N]                    (as long as N steps after its last one, if they grow as they did)
             [trace=FILE] [json=true]           what each part did, for chrome://tracing
             [grid={KEY: [VALUES], ...}         every combination, and those that no other one beats
              price_per_hour=P]                 (of a replica; trainer_price_per_hour=P of the devices that train)
@@ -271,13 +273,18 @@ def evaluate_verb(args: list[str]) -> int:
 
 
 def _own_arguments(args: list[str], names: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return {name: value} of a verb's own arguments, and the other arguments."""
-    given = {key: value for key, _, value in (a.partition("=") for a in args) if key in names}
+    """Return {name: value} of a verb's own arguments, and the other arguments. Raise Refused for one with two
+    values."""
+    pairs = [(key, value) for key, _, value in (a.partition("=") for a in args) if key in names]
+    given = dict(pairs)
+    if twice := [(key, value) for key, value in pairs if value != given[key]]:
+        key, value = twice[0]
+        raise Refused(f"{key}={value} and {key}={given[key]}: give one of them")
     return given, [a for a in args if a.partition("=")[0] not in given]
 
 
 def generate_verb(args: list[str]) -> int:
-    given, rest = _own_arguments(args, ("prompt", "n"))
+    given, rest = _own_arguments(args, ("prompt", "n", "images"))
     if "prompt" not in given:
         raise Refused('give a prompt: verl generate model.path=DIR prompt="2+2="')
     resolved = _load(rest)
@@ -290,7 +297,11 @@ def generate_verb(args: list[str]) -> int:
 
     from_file = given["prompt"].startswith("@")
     prompt = parse_argument(f"prompt={given['prompt']}").text if from_file else given["prompt"]
-    for i, (text, stop, mean_logprob) in enumerate(generate_once(resolved.config, prompt, int(count))):
+    images = parse_argument(f"images={given['images']}").value if "images" in given else []
+    if not isinstance(images, list) or not all(isinstance(name, str) for name in images):
+        raise Refused(f"images={given['images']}: a list of files: images=[cat.png]")
+    found = generate_once(resolved.config, prompt, int(count), images)
+    for i, (text, stop, mean_logprob) in enumerate(found):
         print(f"[{i}] ({stop}, mean log-prob {mean_logprob:.3f})\n{text}")
     return 0
 

@@ -17,14 +17,17 @@ from verl.types import Grid, Medium
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """An image or a video as a vision tower reads it, in float32."""
+    """An image, a video or a sound as a tower reads it, in float32."""
 
     patches: Tensor
-    """Its patches [P, D], its pixels [1, 3, H, W], or its tiles [P, 3, H, W]."""
+    """Its patches [P, D], its pixels [1, 3, H, W], its tiles [P, 3, H, W], or its spectrogram [mels, frames]."""
     grid: Grid
-    """The frames, rows and columns of its patches; of tiles their number, and the rows and columns that they form."""
+    """The frames, rows and columns of its patches; of tiles their number, and the rows and columns that they form; of
+    a sound its frames, and 1."""
     clip: Clip | None = None
-    """The places of the tokens of a video's frames; None: an image."""
+    """The places of the tokens of a video's frames; None: it is none."""
+    sound: bool = False
+    """It is a sound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

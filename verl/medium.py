@@ -3,10 +3,16 @@ place. Standard library only."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 Grid = tuple[int, int, int]
 """The frames, rows and columns of an image's patches."""
+
+
+def media_hash(content: bytes) -> str:
+    """Return the reference of this content: 32 hexadecimal digits."""
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 class Medium(NamedTuple):

@@ -36,7 +36,7 @@ class ParameterSet:
     targets: tuple[str, ...] = ()
     """The modules, and tensors of experts, that have factors, by their names in the model."""
     replaced: tuple[str, ...] = ()
-    """The weights of the full set that it has whole, by their names in the model."""
+    """The weights of the full set that it has whole, by their names in the model. They are no part of its base."""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -101,12 +101,15 @@ def set_of(source: object) -> ParameterSet:
     return source.parameters if isinstance(source, OfSet) else POLICY_SET
 
 
-def check_base(parameters: ParameterSet, held: str, lora_rank: int, lora_experts: bool) -> None:
+def check_base(
+    parameters: ParameterSet, held: str, lora_rank: int, lora_experts: bool, lora_whole: bool = False
+) -> None:
     """Raise ValueError for a LoRA set that an engine cannot use.
 
     held: the identity of the engine's full set, "" if it is unknown
     lora_rank: the highest rank that the engine supports
     lora_experts: it computes with factors of experts
+    lora_whole: it takes weights that are trained whole beside them
     """
     name = f"LoRA set {parameters.id!r}"
     if not lora_rank:
@@ -118,6 +121,11 @@ def check_base(parameters: ParameterSet, held: str, lora_rank: int, lora_experts
     if parameters.experts and not lora_experts:
         fix = "publish a set without them, or use rollout.engine=hf, or native on a CPU"
         raise ValueError(f"{name}: it has factors of experts, which this rollout engine does not take; {fix}")
+    if parameters.replaced and not lora_whole:
+        fix = "use rollout.engine=native or hf"
+        raise ValueError(
+            f"{name}: it has {parameters.replaced[0]} whole, which this rollout engine does not take; {fix}"
+        )
     if not held:
         raise ValueError(f"{name}: the weights under it have no identity here; publish them whole (no bucket_mb)")
     if parameters.base != held:

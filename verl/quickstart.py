@@ -3,6 +3,7 @@
     python -m verl.quickstart run.seed=0
     python -m verl.quickstart task=tool_arithmetic tool_fail_share=0.2
     python -m verl.quickstart task=shapes
+    python -m verl.quickstart task=look
 
 All steps use the commands of real runs (`verl sft`, `verl train`); only the model, the tokenizer and the data are made
 here.
@@ -24,7 +25,7 @@ from rich.table import Table
 
 from verl.cli import guarded
 from verl.errors import Refused
-from verl.recipes import arithmetic, shapes, tool_arithmetic
+from verl.recipes import arithmetic, look, shapes, tool_arithmetic
 from verl.track.samples import SampleRow
 
 SFT_ROWS, RL_ROWS, HELD_OUT_ROWS = 32000, 4096, 256
@@ -143,15 +144,24 @@ def make_tool_inputs(home: Path, seed: int) -> Path:
 
 def make_pictures(home: Path, seed: int) -> Path:
     """Make model, tokenizer and pictures of the task of shapes under `home`. Return the path of the model."""
-    base, start = home / "base", STARTS["shapes"]
+    return _with_pictures(shapes.TASK, STARTS["shapes"], home, seed)
+
+
+def make_albums(home: Path, seed: int) -> Path:
+    """Make model, tokenizer and albums of the task of looking under `home`. Return the path of the model."""
+    return _with_pictures(look.TASK, STARTS["look"], home, seed)
+
+
+def _with_pictures(task: shapes.PictureTask, start: Start, home: Path, seed: int) -> Path:
+    base = home / "base"
     if not (base / "tokenizer.json").exists():
         home.mkdir(parents=True, exist_ok=True)
         (home / "seed").write_text(str(seed))
-        shapes.write_model(base, seed=seed)
-        shapes.write_taught(start.file(home, "sft"), start.sft_rows, seed=1000 + seed)
-        shapes.write_problems(start.file(home, "train"), RL_ROWS, seed=2000 + seed)
+        task.write_model(base, seed=seed)
+        task.write_taught(start.file(home, "sft"), start.sft_rows, seed=1000 + seed)
+        task.write_problems(start.file(home, "train"), RL_ROWS, seed=2000 + seed)
         for name, blanked in (("heldout", False), ("blanked", True)):
-            shapes.write_problems(start.file(home, name), HELD_OUT_ROWS, seed=3000, blanked=blanked)
+            task.write_problems(start.file(home, name), HELD_OUT_ROWS, seed=3000, blanked=blanked)
     return base
 
 
@@ -168,6 +178,14 @@ STARTS = {
         "shapes",
         "verl.recipes.shapes",
         "a teacher that mostly takes triangles for squares",
+        "0.5M parameters, which reads images",
+        pictures=True,
+    ),
+    "look": Start(
+        make_albums,
+        "look",
+        "verl.recipes.look",
+        "a teacher that guesses, looks at the wrong picture, or takes triangles for squares",
         "0.5M parameters, which reads images",
         pictures=True,
     ),

@@ -84,10 +84,13 @@ async def _serve(config: Config, sock: socket.socket) -> None:
     from verl.driver.setup import decoder, device_of, load_tokenizer_of, template_lines, with_native_dtype
     from verl.driver.worker_setup import set_up_process
     from verl.model_engine.quantised_parts import load_dequantised
+    from verl.models.pictures import Pictures
     from verl.rollout.server.app import make_app, run_app
+    from verl.rollout.server.images import chat_images
     from verl.rollout.server.service import Service
     from verl.rollout.server.texts import Texts
     from verl.rollout.server.work import favour_the_event_loop
+    from verl.transfer_queue.media import MemoryMedia
 
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
@@ -95,9 +98,11 @@ async def _serve(config: Config, sock: socket.socket) -> None:
     config = with_native_dtype(config)
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
-    engine = rollout_engine(config, tokenizer, device_of(config))
+    folder, store = Path(config.model.path), MemoryMedia()
+    images = chat_images(folder, tokenizer)
+    pictures = None if images is None else Pictures(folder, store)
+    engine = rollout_engine(config, tokenizer, device_of(config), pictures=pictures)
     try:
-        folder = Path(config.model.path)
         module = load_dequantised(folder, trust_remote_code=config.model.trust_remote_code)
         await engine.load_weights(FolderWeights(module))
         vocab_size, banned = module.config.get_text_config().vocab_size, banned_tokens(module.config, tokenizer)
@@ -112,6 +117,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
             spell=decoder(tokenizer, special_tokens=True),
             audit=audit_template(tokenizer, kwargs),
             template_kwargs=kwargs,
+            images=images,
         )
         service = Service(
             engine=engine,
@@ -120,6 +126,8 @@ async def _serve(config: Config, sock: socket.socket) -> None:
             grace_s=config.run.grace_s,
             vocab_size=vocab_size,
             banned=banned,
+            media=None if images is None else store,
+            pictures=pictures,
             max_context_tokens=able.max_context_tokens,
         )
         favour_the_event_loop()

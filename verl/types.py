@@ -252,7 +252,10 @@ def response_ids_of(segments: Sequence[Segment]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The trajectories of one task, created together by the controller. `group_id` is the only grouping key."""
+    """The trajectories of one task, created together by the controller. `group_id` is the only grouping key.
+
+    row_images: of a restored group, as in `SavedGroup`: its task has no media before they are read again
+    """
 
     group_id: str
     task: Task
@@ -260,6 +263,7 @@ class Group:
     draw: int
     admitted_version: int
     trajectories: tuple[Trajectory, ...] = ()
+    row_images: tuple[str, ...] | None = ()
 
 
 def fact(default: Any = MISSING, *, factory: Any = MISSING, column: str = "") -> Any:
@@ -406,6 +410,9 @@ def with_task(sample: Sample, task: Task) -> Sample:
     return replace(sample, teacher=task.teacher, context=context, taught=task.taught)
 
 
+ROUTES, NO_ROUTE = "routed_experts", -1
+"""The side channel with the experts [t, layers with experts, k] that first computed a token in the rollout, and the
+value for a token that was not computed there: the last one of an answer."""
 NOISE_SIDE = "noise_sigma"
 """The side channel with the standard deviation of the exploration noise under which a token was sampled."""
 

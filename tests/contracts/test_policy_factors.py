@@ -389,14 +389,16 @@ def test_a_replica_that_failed_an_update_of_the_factors_is_given_up():
 
 
 def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
-    def able(rank: int, lora_policy: bool = True, lora_experts: bool = False) -> Any:
-        able = {"lora_policy": lora_policy, "lora_rank": rank, "lora_experts": lora_experts}
+    def able(rank: int, lora_policy: bool = True, lora_experts: bool = False, lora_whole: bool = False) -> Any:
+        able = {"lora_policy": lora_policy, "lora_rank": rank, "lora_experts": lora_experts, "lora_whole": lora_whole}
         return SimpleNamespace(**able, in_flight_update=True, weights=AS_HELD)
 
-    def delivery(rank: int, bases: list[str], *ables: Any, experts: bool = False, sends_factors: bool = True) -> str:
+    def delivery(
+        rank: int, bases: list[str], *ables: Any, experts: bool = False, whole: bool = False, **more: bool
+    ) -> str:
         given: dict[str, Any] = dict.fromkeys(("waits", "note", "published", "lora"))
         given |= {"trainer": SimpleNamespace(), "engine": None, "trained_rank": rank}
-        given |= {"trained_experts": experts, "sends_factors": sends_factors}
+        given |= {"trained_experts": experts, "trained_whole": whole, **more}
         given |= {"replicas": [SimpleNamespace(base=base) for base in bases]}
         made = Publisher(**given, timeout_s=1.0, exclusive=True, partial_rollout=False)
         for one in ables:
@@ -411,6 +413,12 @@ def test_the_publisher_sends_the_base_to_replicas_that_lack_it():
     assert delivery(8, ["w"], able(64, lora_policy=False)) == "merged"
     assert delivery(8, ["w"], able(64), experts=True) == "merged"
     assert delivery(8, ["w"], able(64, lora_experts=True), experts=True) == "factors"
+    assert delivery(8, ["w"], able(64), whole=True) == "merged"
+    assert delivery(8, ["w"], able(64, lora_whole=True), whole=True) == "factors"
+    assert delivery(8, ["w"], able(64, lora_whole=True), whole=True, quantised_base=True) == "factors"
+    assert delivery(8, ["w"], able(64), quantised_base=True) == "factors", "no module is trained whole"
+    with pytest.raises(Refused, match=r"^model\.lora\.modules_to_save on a quantised base: [^\n]*install gcc[^\n]*$"):
+        delivery(8, ["w"], able(64), whole=True, quantised_base=True)
     assert delivery(8, ["w"], able(64), sends_factors=False) == "merged", "so the run is configured"
 
 
@@ -491,6 +499,7 @@ def test_a_replica_that_lost_its_server_gets_base_and_factors_again_beside_one_t
         assert {(await router.generate(request)).spans for request in asked} == {((1, 0, 4),)}
         while not router.replicas[1].supervisor.serves:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        assert made[1].adapters() == ["nothing"], "those of the lost connection have no folder any more"
         await world.update()
         report = await world.publish(router.replicas, 2)
         assert not report.failed_replicas and report.num_bytes == whole.num_bytes

@@ -188,8 +188,11 @@ class Ended(Exception):
     """A request that a test wants to meet while it runs had ended before: a busy machine, and a server's own clock."""
 
 
+LONG = 480  # tokens of such a request: of 200, a real server had sampled the last before it read the call to pause
+
+
 def still(running: asyncio.Task[Completion]) -> None:
-    """Where the word to it is on its way: Ended, if it came to its end instead."""
+    """Raise Ended if a request that a test has just stopped or changed had come to its own end before."""
     if running.done() and running.result().stop_reason == "length":
         raise Ended
 
@@ -474,7 +477,7 @@ def test_abort_returns_partial_tokens(kind: str) -> None:
 
     async def body(engine: Any) -> None:
         tasks = [
-            asyncio.create_task(engine.generate(GenerateRequest(n, p, greedy(400)))) for n, p in zip("abc", (a, b, c))
+            asyncio.create_task(engine.generate(GenerateRequest(n, p, greedy(LONG)))) for n, p in zip("abc", (a, b, c))
         ]
         await until_sampled(engine, 8)
         still(tasks[0])
@@ -483,7 +486,7 @@ def test_abort_returns_partial_tokens(kind: str) -> None:
         still(tasks[0])
         still(tasks[1])
         n = len(first.ids)
-        assert first.stop_reason == "abort" and 0 < n < 400 and first.spans == ((0, 0, n),)
+        assert first.stop_reason == "abort" and 0 < n < LONG and first.spans == ((0, 0, n),)
         assert not tasks[2].done() and await engine.abort() == 2  # c may still be waiting for a row
         assert first.ids.tolist() == hf_greedy(a, n) and len(first.logprobs) == n
         assert [t.stop_reason for t in await asyncio.gather(*tasks)] == ["abort"] * 3
@@ -501,7 +504,7 @@ def test_pause(kind: str, mode: str) -> None:
 
     async def body(engine: Any) -> None:
         running = asyncio.create_task(
-            engine.generate(GenerateRequest("a", a, greedy(480)))
+            engine.generate(GenerateRequest("a", a, greedy(LONG)))
         )  # long, also where the loop is kept waiting
         await until_sampled(engine, 3)
         await engine.pause(mode)
@@ -515,7 +518,7 @@ def test_pause(kind: str, mode: str) -> None:
         await engine.resume()
         assert (await late).ids.tolist() == hf_greedy(b, 5)
         c = await running
-        assert c.ids.tolist() == hf_greedy(a, 480)[: len(c.ids)]
+        assert c.ids.tolist() == hf_greedy(a, LONG)[: len(c.ids)]
         assert c.stop_reason == ("abort" if mode == "abort" else "length")
 
     with_engine(build(kind), body)
@@ -530,7 +533,7 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
     old, new = reference(), reference(seed=1)
 
     async def body(engine: Any) -> Completion:
-        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(480))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(LONG))))
         await until_sampled(engine, 5)
         assert await load(engine, Source(new, 1), on_inflight="keep") == engine.version == 1
         c = await task
@@ -540,12 +543,12 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
 
     c = with_engine(build(kind), body, weights=Source(old, 0))
     (_, start, switch), (_, resumed, end) = c.spans
-    assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, 480) and resumed == switch
-    assert c.ids[:switch].tolist() == hf_greedy(prompt, 480)[:switch]
+    assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, LONG) and resumed == switch
+    assert c.ids[:switch].tolist() == hf_greedy(prompt, LONG)[:switch]
     np.testing.assert_allclose(c.logprobs[:switch], hf_logprobs(prompt, c.ids, 1.0)[:switch], atol=close_to(1e-5))
     cache = DynamicCache()
     old(torch.from_numpy(np.concatenate([prompt, c.ids[: switch - 1]]))[None], past_key_values=cache)
-    for i in range(switch, min(480, switch + 60)):
+    for i in range(switch, min(LONG, switch + 60)):
         logits = new(torch.tensor([[c.ids[i - 1]]]), past_key_values=cache).logits[0, -1]
         assert c.ids[i] == logits.argmax() and abs(c.logprobs[i] - torch.log_softmax(logits, -1).max()) < close_to(1e-5)
 
@@ -608,14 +611,14 @@ def test_update_that_waits_or_aborts(kind: str, mode: str) -> None:
     prompt = prompts((9,))[0]
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(480))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(LONG))))
         await until_sampled(engine, 5)
         update = asyncio.create_task(load(engine, Source(reference(seed=1), 4), on_inflight=mode))
         await asyncio.sleep(0)
         late = asyncio.create_task(engine.generate(GenerateRequest("late", prompt, greedy(9))))
         assert await update == 4
         c = await task
-        assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, 480)[: len(c.ids)]
+        assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, LONG)[: len(c.ids)]
         assert (await late).spans == ((4, 0, 9),) and (await late).ids.tolist() == hf_greedy(prompt, 9, seed=1)
         if mode == "abort":
             still(task)
@@ -788,7 +791,7 @@ def test_sleep_and_wake(kind: str) -> None:
 @meets
 def test_what_cannot_finish_is_not_waited_for(kind: str) -> None:
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(200))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(LONG))))
         await until_sampled(engine, 3)
         await engine.pause("keep")
         still(task)
@@ -808,7 +811,7 @@ def test_cancelled_callers_free_their_rows(kind: str) -> None:
     async def body(engine: Any) -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await asyncio.gather(*[engine.generate(GenerateRequest(str(i), a, greedy(450))) for i in range(4)])
+                await asyncio.gather(*[engine.generate(GenerateRequest(str(i), a, greedy(LONG))) for i in range(4)])
         assert (await engine.generate(GenerateRequest("0", b, greedy(6)))).ids.tolist() == hf_greedy(
             b, 6
         )  # the id is free again
@@ -827,11 +830,11 @@ def test_an_answer_does_not_wait_for_the_longer_ones(kind: str) -> None:
     expected = hf_greedy(b, 6)
 
     async def body(engine: Any) -> None:
-        long = asyncio.create_task(engine.generate(GenerateRequest("long", a, greedy(450))))
+        long = asyncio.create_task(engine.generate(GenerateRequest("long", a, greedy(LONG))))
         short = asyncio.create_task(engine.generate(GenerateRequest("short", b, greedy(6))))
         found = await short
         ahead, resident = not long.done(), stats_of(engine)["resident"]
-        assert found.ids.tolist() == expected and len((await long).ids) == 450
+        assert found.ids.tolist() == expected and len((await long).ids) == LONG
         # with two replicas it runs on the other one, which may not have begun
         if not (ahead and (kind == "router" or resident == 1)):
             still(long)
@@ -845,7 +848,7 @@ def test_a_closed_engine_stops_at_the_next_step(kind: str) -> None:
     async def run() -> int:
         engine = build(kind)
         await load(engine, Source(reference()))
-        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(450))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(LONG))))
         await until_sampled(engine, 3)
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
@@ -854,7 +857,7 @@ def test_a_closed_engine_stops_at_the_next_step(kind: str) -> None:
             await asyncio.get_running_loop().run_in_executor(None, functools.partial(one._thread.shutdown, wait=True))
         return stats_of(engine)["sampled_tokens"]
 
-    assert asyncio.run(asyncio.wait_for(run(), 30)) < 400
+    assert asyncio.run(asyncio.wait_for(run(), 30)) < LONG
 
 
 @every_engine
@@ -863,14 +866,14 @@ def test_a_cancelled_wait_is_given_up(kind: str) -> None:
     prompt = prompts((5,))[0]
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(400))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, greedy(LONG))))
         await until_sampled(engine, 3)
         for wait in (lambda: engine.pause("wait"), lambda: load(engine, Source(reference(seed=1), 1))):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(wait(), 0.005)
                 still(task)
                 raise AssertionError("it did not wait for the request that runs")
-        assert (await task).spans == ((0, 0, 400),) and engine.version == 0
+        assert (await task).spans == ((0, 0, LONG),) and engine.version == 0
         assert (
             await engine.generate(GenerateRequest("s", prompt, greedy(2)))
         ).stop_reason == "length"  # neither paused nor updated
@@ -885,7 +888,7 @@ def test_a_failure_reaches_every_caller(kind: str, monkeypatch: pytest.MonkeyPat
 
     async def body(engine: Any) -> None:
         tasks = [
-            asyncio.create_task(engine.generate(GenerateRequest(str(i), prompts((5,))[0], greedy(400))))
+            asyncio.create_task(engine.generate(GenerateRequest(str(i), prompts((5,))[0], greedy(LONG))))
             for i in range(3)
         ]
         await until_sampled(engine, 9)
@@ -912,7 +915,7 @@ def test_a_failure_while_draining_reaches_the_waiter(kind: str, monkeypatch: pyt
         raise MemoryError("the cause")
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(400))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(LONG))))
         await until_sampled(engine, 3)
         update = asyncio.create_task(load(engine, Source(reference(), 1)))
         await asyncio.sleep(0)
@@ -993,7 +996,7 @@ def test_nothing_before_the_first_weights_nor_after_close(kind: str) -> None:
         assert (able.logprobs, able.max_context_tokens, able.sleep_levels) == ("processed", 512, (1, 2))
         assert able.in_flight_update and not able.media and bool(able.lora_rank) == (kind in ADAPTING)
         assert able.prefix_cache == (kind != "hf")
-        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(400))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompts((5,))[0], greedy(LONG))))
         await until_sampled(engine, 3)
         await engine.close()
         for call in (task, engine.generate(GenerateRequest("n", prompts((5,))[0], greedy(2))), engine.resume()):
@@ -1011,7 +1014,7 @@ def test_one_engine_over_several_event_loops(kind: str) -> None:
     async def left_behind() -> None:
         await load(engine, Source(reference()))
         for i in range(3):
-            asyncio.get_running_loop().create_task(engine.generate(GenerateRequest(f"gone {i}", prompt, greedy(400))))
+            asyncio.get_running_loop().create_task(engine.generate(GenerateRequest(f"gone {i}", prompt, greedy(LONG))))
         await until_sampled(engine, 3)
 
     async def after() -> list[Completion]:

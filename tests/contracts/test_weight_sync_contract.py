@@ -1366,6 +1366,10 @@ def test_a_published_adapter_follows_every_version_of_the_policy_on_all_replicas
         await publisher.start(0)
         report = await publisher.publish_adapter("b", world.folder / "a")
         assert (report.version, report.num_tensors, report.failed_replicas) == (0, 12, {})
+        with pytest.raises(Refused, match="'b': the adapter in .*/a has this name, not .*/base; drop that set first"):
+            await publisher.publish_adapter("b", world.folder / "base")
+        with pytest.raises(Refused, match="'policy' is the name of the policy's own weights"):
+            await publisher.publish_adapter("policy", world.folder / "a")
         asked = [GenerateRequest(f"r{i}", PROBES[0], Sampling(max_tokens=5, seed=i), parameters="b") for i in range(4)]
         assert {(await router.generate(request)).spans for request in asked} == {((0, 0, 5),)}
         for replica in router.replicas:  # a set never overtakes the weights under it, however late they are

@@ -3,8 +3,10 @@ checkpoint, and a death is named and costs a restart. VERL_WORKER_PYTHON as in t
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -48,9 +50,7 @@ def test_the_ranks_of_another_engine_learn_it_and_one_process_goes_on(
     engine, layout, tmp_path, tiny_model, arithmetic_data
 ):
     """Two steps by ranks in the environment of the engine (make ENGINE-env); the third one by the engine of torch."""
-    python = ROOT / f".venv-{engine}" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"there is no environment of {engine}: make {engine}-env")
+    python = python_of(engine)
     data, here, there = arithmetic_data[:1], tmp_path / "here", tmp_path / "there"
     small_run(here, tiny_model, data, *SAME, "run.total_steps=3")
     more = (f"model.engine={engine}", f"model.python={python}", *layout)
@@ -59,16 +59,58 @@ def test_the_ranks_of_another_engine_learn_it_and_one_process_goes_on(
     compare(here, there, tiny_model)
 
 
-def compare(here, there, tiny_model):
-    """Check that two runs of three steps learned the same from the same answers."""
+def test_a_run_of_megatron_goes_on_after_a_kill_in_another_layout_and_with_another_engine(
+    tmp_path, tiny_model, arithmetic_data, capsys
+):
+    """Stages, one of which is killed; then data ranks; then the ranks of FSDP. One process learns the same."""
+    python = python_of("megatron")
+    data, here, there = arithmetic_data[:1], tmp_path / "here", tmp_path / "there"
+    small_run(here, tiny_model, data, *SAME, "run.total_steps=4")
+    ranks = (*SAME, *RANKS, "model.engine=megatron", f"model.python={python}")
+    killed = list[int]()
+    thread = threading.Thread(target=kill_one, args=(there / "r" / "checkpoints" / "step_1", killed), daemon=True)
+    thread.start()
+    more = ("run.total_steps=2", "parallel.pipeline=2", "track.sinks=[console,jsonl]")
+    run_rl(load_config(small_args(there, tiny_model, data, *ranks, *more)))
+    thread.join(WAIT_S)
+    out = capsys.readouterr().out
+    assert f"of actor (process {killed[0]}) died: killed by SIGKILL" in out
+    assert "starting again from the last checkpoint (1 of 3 times)" in out
+    small_run(there, tiny_model, data, *ranks, "run.total_steps=3")
+    small_run(there, tiny_model, data, *SAME, *RANKS, "run.total_steps=4")
+    compare(here, there, tiny_model, 4)
+
+
+@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="some minutes: make test-all")
+@pytest.mark.timeout(3600)
+def test_the_quickstart_on_tensor_ranks_of_megatron_learns(tmp_path):
+    ranks = ("cluster.backend=processes", "cluster.ranks_per_node=2", "parallel.tensor=2")
+    engine = ("model.engine=megatron", f"model.python={python_of('megatron')}")
+    line = [sys.executable, "-m", "verl.quickstart", f"run.root_dir={tmp_path}", *ranks, *engine]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert json.loads((tmp_path / "quickstart" / "summary.json").read_text())["greedy_after"] >= 0.85
+
+
+def python_of(engine):
+    """The interpreter of an engine's environment; the test is skipped where there is none."""
+    python = ROOT / f".venv-{engine}" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"there is no environment of {engine}: make {engine}-env")
+    return python
+
+
+def compare(here, there, tiny_model, steps=3):
+    """Check that two runs learned the same from the same answers."""
     start = load_file(tiny_model / "model.safetensors")
-    ours, theirs = exported(here, 3), exported(there, 3)
+    ours, theirs = exported(here, steps), exported(there, steps)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         moved = (value - start.get(name, torch.zeros(()))).abs().max()
         assert (theirs[name] - value).abs().max() <= 1e-3 * moved + 1e-7, name
     mine, found = metrics_of(here / "r"), metrics_of(there / "r")
-    assert [found[step]["critic/score/mean"] for step in (1, 2, 3)] == [mine[s]["critic/score/mean"] for s in (1, 2, 3)]
+    scores = [[of[step]["critic/score/mean"] for step in range(1, steps + 1)] for of in (mine, found)]
+    assert scores[0] == scores[1]
 
 
 def test_a_killed_rank_is_named_and_the_run_starts_again(tmp_path, tiny_model, arithmetic_data, capsys):

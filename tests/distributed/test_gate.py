@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import hybrid
 import numpy as np
@@ -118,6 +119,20 @@ def test_every_layout_gives_what_one_process_gives(layout, shared, role, idle):
         found = together(case, run(at.world_size, lambda rank: on_rank(case, rank)))
         wrong = differences(found, expected)
         assert not wrong, (name, wrong)
+
+
+@pytest.mark.parametrize("layout", ["SP x EP", "TP x EP"])
+def test_routes_of_the_rollout_are_replayed_as_in_one_process(layout, monkeypatch):
+    case = Case(LAYOUTS[layout], model=EXPERTS)
+    refs, batch, terms = case.batch()
+    choices = np.random.default_rng(0).random((SIZES["num_hidden_layers"], batch.num_tokens, 8)).argsort(-1)[..., :2]
+    routes = torch.from_numpy(choices).transpose(1, 2).to(torch.int8)
+    monkeypatch.setattr(Case, "batch", lambda self: (refs, replace(batch, routes=routes), terms))
+    expected, own = one_process(case, replays_routes=True), one_process(case)
+    assert float((expected["loss"] - own["loss"]).abs()) > 1e-4
+    found = together(case, run(case.layout.world_size, lambda rank: on_rank(case, rank, replays_routes=True)))
+    wrong = differences(found, expected)
+    assert not wrong, wrong
 
 
 WITH_LORA = ("DP", "FSDP, three", "HSDP", "TP", "FSDP x TP", "SP", "CP", "FSDP x EP", "TP x EP", "PP", "TP x PP")

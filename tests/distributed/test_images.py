@@ -16,6 +16,7 @@ import torch
 import vision_families
 from fakes import put
 from forked import run
+from small_runs import metrics_of, small_run
 from test_memory import num_bytes
 from torch import Tensor
 from vision import image_folder, model, pictures, rows, stored, stored_images
@@ -39,6 +40,8 @@ from verl.models.multimodal import with_pictures
 from verl.models.pictures import Pictures
 from verl.objective import Term
 from verl.planner.memory import role_items
+from verl.recipes import shapes
+from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.shared import build as build_queue
@@ -160,7 +163,7 @@ def test_the_towers_gradients_of_earlier_passes_are_kept_if_the_last_pass_has_no
         assert not [wrong for pair in zip(theirs, expected, strict=True) if (wrong := different(*pair))]
 
 
-@pytest.mark.parametrize("kind", ["gemma3", "internvl", "pixtral", "mistral3", "llava"])
+@pytest.mark.parametrize("kind", ["gemma3", "internvl", "pixtral", "mistral3", "llava", "kimi_k25", "gemma4"])
 def test_further_families_over_two_ranks(kind: str) -> None:
     given = vision_families.rows(kind)
     of = [[i for i, row in enumerate(given) if bool(row.media) == has] for has in (False, True)]
@@ -171,6 +174,7 @@ def test_further_families_over_two_ranks(kind: str) -> None:
             dtype="float64", optim=OptimSpec(lr=0.1), max_tokens_per_microbatch=100, pictures=cast(Pictures, images)
         )
         own = vision_families.model(kind)
+        own.set_experts_implementation("eager")  # torch's grouped product has no float64
         batch = with_pictures(pack(given), vision_families.pictures(kind), own.config)
         weights = torch.rand(batch.num_loss_tokens, generator=torch.Generator().manual_seed(1))
         batch = part_of(batch.with_columns({"w/loss": weights}), np.array(rows_of))
@@ -331,3 +335,32 @@ def test_the_plan_has_the_tensors_of_a_rank(size: str, tmp_path: Path) -> None:
         for mine in found:
             assert {n: planned[n] for n in mine} == pytest.approx(mine, rel=0.1)
     assert planned["gathered layers"] >= 4 * facts.encoder_gathered > 0
+
+
+REWARD = """import zlib
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return zlib.crc32(solution_str.encode()) % 2
+"""
+"""A reward that differs within every group: a model without a warm-up is never right."""
+
+
+@pytest.mark.runs
+def test_a_run_on_two_ranks_is_that_of_one_process(tmp_path: Path) -> None:
+    """Three steps with pictures, of which the later ones sample from published weights."""
+    base = shapes.write_model(tmp_path / "base", seed=0)
+    data, reward = shapes.write_problems(tmp_path / "rows.parquet", 12, seed=1), tmp_path / "bit.py"
+    reward.write_text(REWARD)
+    more = (f"reward.path={reward}", "data.max_prompt_tokens=64", "rollout.max_response_tokens=6", "optim.eps=1e-5")
+    ranks = ("cluster.backend=processes", "cluster.ranks_per_node=2", "track.sinks=[jsonl]")
+    found = []
+    for name, layout in (("here", ()), ("there", ranks)):
+        small_run(tmp_path / name, base, [data], *more, *layout)
+        run_dir = tmp_path / name / "r"
+        rows = [{r.sample_id: r.response_ids.tolist() for r in read_samples(run_dir, step)} for step in (1, 2, 3)]
+        metrics = [metrics_of(run_dir)[step] for step in (1, 2, 3)]
+        found.append((rows, [[m[key] for m in metrics] for key in ("actor/entropy", "actor/grad_norm")]))
+    (rows, numbers), (theirs, others) = found
+    assert rows == theirs and min(numbers[1]) > 0, "the same answers, and every step moves the weights"
+    np.testing.assert_allclose(others, numbers, rtol=2e-5)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from cases import BUDGET, MODELS, OUTPUTS, SIZES, Case, engine, model, share
 from forked import run, tensor_bytes
+from measured_memory import Measured, measured_bytes, most_bytes, planned_bytes, write_model
 from test_loading import peak_bytes
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -92,7 +93,7 @@ def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
     assert not wrong
 
 
-HELD = ("weights", "optimizer states")
+HELD = ("weights", "gradient buffer", "optimizer states")
 OF_ROLE = {"actor": ("update", "infer", "publish"), "critic": ("update", "infer"), "ref": ("infer",)}
 WANTED = {"critic": "values"}
 WHOLE = [("actor", "float32"), ("actor", "bfloat16 copies")]
@@ -159,6 +160,23 @@ def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(role, dtype,
                 if abs(planned / most - 1) > (0.1 if FULL else 0.25):
                     wrong[name, stage, phase] = (planned, most)
     assert not wrong
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Measured("10M", "full", "one", "packed"),
+        Measured("10M", "LoRA", "FSDP", "shared prefix"),
+        *([Measured("10M", "nf4", "one", "packed"), Measured("10M", "full", "FSDP x TP", "packed")] if FULL else []),
+    ],
+    ids=lambda case: f"{case.trains}, {case.layout}",
+)
+def test_a_step_of_training_holds_what_the_plan_says(case, tmp_path):
+    """A few of the cases of bench/plan_memory.py."""
+    folder = write_model(tmp_path / "model", case.model)
+    passes, found = measured_bytes(case, folder)
+    wanted, held = most_bytes(planned_bytes(case, folder, passes)), most_bytes(found)
+    assert abs(wanted / held - 1) < 0.1, (wanted, held)
 
 
 def test_a_pass_without_gradients_keeps_no_copy_of_the_layers(tmp_path, monkeypatch):

@@ -7,11 +7,16 @@ import os
 import pytest
 from cases import LORA, Case, differences, engine
 from forked import run
+from test_optimizers import CONFIG, STEPS, gradients, toy, trained
 from test_state import EXACT, LAYOUTS, ONE, steps, weights
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
-from verl.model_engine import update_rules
+from verl.model_engine import optimizer_table, update_rules
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.optimizer_table import OPTIMIZERS
+from verl.model_engine.optimizers import make_optimizer
 
 OPTIONS = {"apollo": {"rank": 3, "renew_every": 2}, "sgd": {"momentum": 0.9}}
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
@@ -22,7 +27,7 @@ FULL = bool(os.environ.get("FULL_GRID"))
 def small_blocks(monkeypatch):
     """Blocks of 8 values, so that the rows of a tiny model have several, and none is too small for them."""
     monkeypatch.setattr(update_rules, "BLOCK", 8)
-    monkeypatch.setattr(update_rules, "SMALL", 1)
+    monkeypatch.setattr(optimizer_table, "SMALL", 1)
 
 
 def built(name, layout, model="qwen3, tied"):
@@ -56,6 +61,32 @@ def test_updates_agree_for_every_number_of_ranks(ranks):
         assert max(float((expected[n] - w).abs().max()) for n, w in start.items()) > 1e-3, "nothing was learned"
         for theirs in found:
             assert not differences(theirs[name], expected, rtol=tolerance(name)), name
+
+
+@pytest.mark.parametrize("count", (2, 4))
+def test_twenty_updates_by_given_gradients_are_those_that_are_compared_with_the_references(count):
+    """The model and the gradients of `tests/numerics/test_optimizers.py`, which compares one process with each of
+    them."""
+    options = {name: OPTIONS.get(name, {}) for name in OPTIMIZERS}
+
+    def on(rank):
+        found = {}
+        for name, own in options.items():
+            model, whole = fully_shard(toy(), mesh=init_device_mesh("cpu", (count,))), toy()
+            optimizer = make_optimizer(model, OptimSpec(lr=1e-3, weight_decay=0.1, name=name, options=own), CONFIG)
+            for step in range(STEPS):
+                gradients(whole, step)
+                for p, of in zip(model.parameters(), whole.parameters(), strict=True):
+                    p.grad = distribute_tensor(of.grad, p.device_mesh, p.placements)
+                optimizer.step()
+            found[name] = {n: p.full_tensor().detach() for n, p in model.named_parameters()}
+        return found
+
+    for theirs in run(count, on):
+        for name, own in options.items():
+            expected = dict(trained(name, options=own)[0].named_parameters())
+            for tensor, found in theirs[name].items():
+                assert (found - expected[tensor]).abs().max() < 1e-6, (name, tensor)
 
 
 @pytest.mark.parametrize(("writer", "reader"), [("none", "three"), ("four", "none"), ("two", "stages")])

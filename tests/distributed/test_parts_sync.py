@@ -25,6 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from verl.model_engine.layout import Layout
 from verl.model_engine.lora_source import FrozenBase, PolicyFactors
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.sharded import part_of_rank
 from verl.weight_sync import collective, disk, nixl, objects, shm, tcp
 from verl.weight_sync.base import CheckedReader, SyncError, checksum, open_stream, with_whole_checksums
@@ -254,10 +255,12 @@ def test_slices_of_several_hosts_make_the_version_that_one_process_stages(
 @pytest.mark.parametrize("layout", ["slices of factors", "stages of factors"])
 @pytest.mark.parametrize("with_base", [True, False])
 def test_factors_that_are_not_merged_are_staged_as_by_one_process(layout: str, with_base: bool, name: str) -> None:
+    """And norms that are trained whole."""
     model, of = LAYOUTS[layout]
+    spec = LoraSpec(rank=5, alpha=10.0, modules_to_save=["norm"])
 
     def publish(rank: int | None) -> Any:
-        made = engine(model, "actor", None if rank is None else of)
+        made = engine(model, "actor", None if rank is None else of, lora=spec)
         source = PolicyFactors(made, with_base=with_base)
         whole = {n: t.clone() for n, t in source.weights()}
         outlet = shm.ShmOutlet(f"{name}.{'alone' if rank is None else 'together'}")
@@ -275,7 +278,7 @@ def test_factors_that_are_not_merged_are_staged_as_by_one_process(layout: str, w
     first, *others = run(of.world_size, publish)
     ((*expected, read),) = run(1, lambda rank: publish(None))
     assert [*first[:2]] == expected and first[2] == read and others == [None] * (of.world_size - 1)
-    assert ("model.norm.weight" in read) == with_base
+    assert ("model.embed_tokens.weight" in read) == with_base and "model.norm.weight" in read
 
 
 def test_a_part_without_the_present_factors_is_delivered_by_no_rank() -> None:
@@ -312,6 +315,37 @@ def test_a_part_without_the_present_factors_is_delivered_by_no_rank() -> None:
         first, second = faults[1]
         assert re.match(r"model.layers.0.self_attn.q_proj.lora_A was not gathered", first), first
         assert re.match(r"model.layers.0.mlp.up_proj.lora_A has changed since", second), second
+
+
+@pytest.mark.parametrize("place", ["memory", "folder"])
+def test_a_part_may_be_a_view_with_more_dimensions(place: str, name: str, tmp_path: Path) -> None:
+    """As heads of queries are between those of keys: it is copied once, into the version."""
+
+    def apart(t: torch.Tensor) -> torch.Tensor:
+        if t.ndim < 2 or len(t) % 2:
+            return t
+        halves = t.view(2, -1, *t.shape[1:])
+        wide = torch.cat([halves, torch.full_like(halves, torch.nan)], 1)[:, : halves.shape[1]]
+        assert not wide.is_contiguous()
+        return wide
+
+    def publish(rank: int) -> Any:
+        made = engine("qwen3, tied", "actor", Layout(world_size=2))
+        expected, parts = {n: t.clone() for n, t in made.weights()}, made.weight_parts
+        made.weight_parts = lambda: (  # type: ignore[method-assign]
+            part if (mine := part.mine) is None else replace(part, mine=lambda mine=mine: apart(mine()))
+            for part in parts()
+        )
+        outlet = shm.ShmOutlet(name) if place == "memory" else disk.DiskOutlet(tmp_path)
+        sender = WeightSender(outlet, verify_first=1)
+        for version in range(2):  # with all checksums, and with those of some tensors
+            sent = sender.send(made, version, PROBES, copy=False, first=rank == 0)
+            if sent is not None:
+                read = {n: bits(t) for n, t in open_stream(sent.source).tensors()}
+                assert read == {n: bits(t) for n, t in expected.items()}
+        return len(expected)
+
+    assert run(2, publish)[0] > 20
 
 
 HARMS = {

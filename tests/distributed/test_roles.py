@@ -8,9 +8,11 @@ import os
 import pickle
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import forked
@@ -20,7 +22,7 @@ import test_virtual_ranks as virtual
 import torch
 import torch.distributed as dist
 from cases import SIZES, engine, gradients
-from fakes import put
+from fakes import put, unscored
 from forked import ranks_of
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -80,10 +82,14 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def four_heads(tmp_path_factory):
-    """The tests' small model with heads and a vocabulary that four ranks can share."""
+    return saved_model(tmp_path_factory.mktemp("tiny"))
+
+
+def saved_model(folder: Path) -> Path:
+    """Save the tests' small model with heads and a vocabulary that four ranks can share."""
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
     model = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=4, kv_heads=4, ffn=64, seed=1)
-    return tiny.save(model, tokenizer, tmp_path_factory.mktemp("tiny"))
+    return tiny.save(model, tokenizer, folder)
 
 
 @pytest.fixture(scope="module")
@@ -148,10 +154,21 @@ class RealRanks:
     def close(self, timeout_s: float = 10.0) -> None: ...
 
 
-def turn(rank: int, layout: Layout, name: str, options: dict[str, Any], model: Path) -> tuple[list[torch.Tensor], Any]:
+Gradients = Callable[[Any], Mapping[str, torch.Tensor]]
+
+
+def turn(
+    rank: int,
+    layout: Layout,
+    name: str,
+    options: dict[str, Any],
+    model: Path,
+    engine_keys: Mapping[str, Any],
+    gradients: Gradients,
+) -> tuple[list[torch.Tensor], Any]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
     config = virtual.config_of(name, model, model, 1, 40)  # none of the cases has a teacher
-    config = changed(config, {"model.engine": "sharded"})
+    config = changed(config, engine_keys)
     config.algorithm.options.update(options)
     found: list[torch.Tensor] = []
     optim_step = torch_engine.TorchEngine.optim_step
@@ -195,7 +212,7 @@ def test_a_turn_over_ranks_that_share_experts_is_that_of_one_rank(case, experts,
 
 def test_streamed_rows_are_scored_once_by_real_ranks():
     """Five rows, and one: a rank without a row of its own keeps step."""
-    rows = [(np.arange(3, 5 + i), np.arange(4, 6 + 3 * i)) for i in range(5)]
+    rows = [unscored(np.arange(3, 5 + i), np.arange(4, 6 + 3 * i)) for i in range(5)]
     spec, layout = RoleSpec(name="reward_model", queue=LoggedQueue(), engine="", options=None, context=None), TWO
 
     def on(rank: int) -> tuple[list[float], list[float], int]:
@@ -257,6 +274,9 @@ def same_turn(
     *,
     dtype: str = "float64",
     rtol: float = 1e-10,
+    engine_name: str = "sharded",
+    gradients: Gradients = gradients,
+    engine_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     name, options = CASES[case]
     scale = 1.0 if dtype == "float64" else 1e-2
@@ -265,7 +285,8 @@ def same_turn(
     def with_options(*given):
         config = config_of(*given)
         config.algorithm.options.update(options)
-        config = changed(config, {"model.dtype": dtype})
+        eps = {} if dtype == "float64" else {"optim.eps": 1e-5}  # noise in a gradient of 0 is no step
+        config = changed(config, {"model.dtype": dtype, **eps})
         return config
 
     monkeypatch.setattr(virtual, "config_of", with_options)
@@ -273,7 +294,8 @@ def same_turn(
     expected, metrics = virtual.gradients(name, model, model, 1)
     assert sum(float(g.abs().max()) > 0 for g in expected) >= 2
     for layout in layouts.values():
-        for found, theirs in forked.run(layout.world_size, lambda rank: turn(rank, layout, name, options, model)):
+        given = layout, name, options, model, {"model.engine": engine_name, **engine_options}, gradients
+        for found, theirs in forked.run(layout.world_size, lambda rank: turn(rank, *given)):
             assert len(found) == len(expected)
             for i, (a, b) in enumerate(zip(expected, found)):
                 assert float((a - b).abs().max()) <= rtol * max(scale, float(a.abs().max())), (layout, i)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import pickle
 import subprocess
 import sys
@@ -185,3 +186,26 @@ def test_from_the_command_to_the_loss_are_at_most_twelve_frames(tmp_path, tiny_m
     assert len(path) <= 12, path
     assert path[0] == "main" and path[-1] == "reduce_terms", path
     assert {"train_verb", "run_rl", "_train", "train", "experience_and_update", "Role.update"} < {*path}, path
+
+
+OF_MEDIA = [HOUSE / name for name in ("nn/vision.py", "nn/kept_features.py", "media_tokens.py", "medium.py")]
+OF_MEDIA += [HOUSE / "rollout" / name for name in ("embedded/images.py", "embedded/features.py", "native/tower.py")]
+OF_MEDIA += [HOUSE / name for name in ("driver/task_media.py", "driver/media_ahead.py", "transfer_queue/media.py")]
+OF_MEDIA += [HOUSE / "chat" / "images.py", *(HOUSE / "models").glob("*.py")]
+CHECKS = {"ImageReader", "ImageStoringEngine", "ToolImages", "FolderMedia", "MemoryMedia", "TaskMedia", "MediaAhead"}
+CHECKS |= {"family_of", "_name", "owner_of_group", "images_held", "packed", "place_media"}
+CHECKS |= {"Pictures", "KeptByBytes"}  # the begin of a step
+
+
+def test_a_step_on_text_runs_no_code_of_media(tmp_path, tiny_model, arithmetic_data):
+    """But for checks that there is none: a few calls for each group and request, none for a token or a pass. It is a
+    process of its own, since a profiler and the frames of torch.compile do not go together."""
+    given = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2")
+    script = Path(__file__).parents[1] / "counted_calls.py"
+    command = [sys.executable, str(script), json.dumps([str(file) for file in OF_MEDIA]), *given]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    calls = json.loads(ended.stdout.splitlines()[-1])
+    of_answers = {name for name, count in calls.items() if count > 8}
+    assert {name.partition(".")[0] for name in calls} <= CHECKS and max(calls.values()) <= 3 * 16, calls
+    assert "ImageReader.of" in of_answers and not [name for name in of_answers if "Picture" in name], calls

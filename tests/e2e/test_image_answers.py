@@ -18,6 +18,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision import IMAGE, chat_folder, png
 
+from verl import cli
 from verl.config.load import load_config
 from verl.driver import generate
 from verl.driver.generate import generate_file
@@ -167,3 +168,19 @@ def test_an_evaluation_shows_the_images_to_the_model_and_to_the_reward(
         tokenizer.decode(ids, skip_special_tokens=True) for ids in expected
     )
     assert sum(np.isin(IMAGE, row.prompt_ids) for row in rows) == 3
+
+
+def test_a_prompt_with_images_gets_the_answer_of_transformers(
+    folder: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = [AutoTokenizer.from_pretrained(folder).decode(ids) for ids in greedy(folder, data, 4)]
+    given = ["rollout.temperature=0", "rollout.max_response_tokens=4", "model.dtype=float32", "run.threads=1"]
+    for prompt, answer in (("<image>2?", expected[2]), ("2?", expected[2])):
+        args = [f"model.path={folder}", f"prompt={prompt}", f"images=[{tmp_path / '2.png'}]", *given]
+        assert cli.main(["generate", *args]) == 0
+        assert answer.removesuffix("<|end|>") in capsys.readouterr().out
+    for images, line in (("[/no/such.png]", "image 1: no file /no/such.png"), ("x.png", "a list of files: images=")):
+        assert cli.main(["generate", f"model.path={folder}", "prompt=q", f"images={images}", *given]) == 2
+        assert line in capsys.readouterr().err
+    assert cli.main(["generate", f"model.path={folder}", "prompt=<image>what?", *given]) == 2
+    assert "<image>, and no images are given. Fix: images=[FILE]" in capsys.readouterr().err

@@ -115,7 +115,15 @@ def test_rows_of_text_train_factors_of_its_language_model(
         ),
         (
             "cluster.ranks_per_node=2 cluster.backend=ray parallel.tensor=2",
-            "parallel.tensor=2: model.path=.* reads images, and its ranks divide language models alone; use",
+            "parallel.tensor=2: model.path=.* reads images, and its ranks divide language models alone; use "
+            "parallel.tensor=1: ranks share it by FSDP, with parallel.replicate, parallel.sequence or parallel.context",
+        ),
+        *(
+            (
+                f"cluster.ranks_per_node=2 cluster.backend=ray parallel.{name}=2",
+                f"parallel.{name}=2: .*use parallel.{name}=1",
+            )
+            for name in ("pipeline", "expert")
         ),
     ],
 )
@@ -139,7 +147,6 @@ NO_EFFECT = [
 def test_parts_that_rows_of_text_do_not_train_are_refused(
     folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path, given: str, line: str
 ) -> None:
-    """By the rows; by the configuration of a command that reads none with images."""
     other = tmp_path / "gemma3"
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "gemma3", "vision_config": {}}))
@@ -148,11 +155,9 @@ def test_parts_that_rows_of_text_do_not_train_are_refused(
     gemma = changed(config, {"model.path": str(other)})
     assert not [*image_model_faults(config, "train", samples=True)]
     assert not [*image_model_faults(gemma, "eval", samples=True)], "nothing is trained"
-    for command in ("train", "sft"):
+    for command in ("train", "sft", "rm"):
         assert not [*image_model_faults(config, command, samples=False)]
         assert not [*image_model_faults(gemma, command, samples=False)]
-    found, _ = image_model_faults(gemma, "rm", samples=False)
-    assert re.match(line.format("verl rm reads rows of text alone for a gemma3"), found)
     with pytest.raises(Refused, match=line.format(r"the \d+ rows of .* are text alone")):
         small_run(tmp_path, folder, arithmetic_data, given)
     assert not (tmp_path / "r").exists()
@@ -175,6 +180,19 @@ def test_settings_that_some_families_cannot_have(
     (other / "config.json").write_text(json.dumps({"model_type": kind, "vision_config": {"image_size": 8}}))
     crossed = changed(config, {"model.path": str(other)})
     assert re.match(line, next(iter(image_model_faults(crossed, "train", samples=True))))
+
+
+def test_an_adapter_that_scores_images_is_refused(
+    folder: Path, tiny_model: Path, arithmetic_data: Sequence[Path], tmp_path: Path
+) -> None:
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    config = load_config(small_args(tmp_path, folder, arithmetic_data, f"reward.model={judge}")).config
+    for base, lines in ((folder, 1), (tiny_model, 0)):
+        about = {"peft_type": "LORA", "base_model_name_or_path": str(base)}
+        (judge / "adapter_config.json").write_text(json.dumps(about))
+        found = [*image_model_faults(config, "train", samples=True)]
+        assert len(found) == lines and all(re.match("reward.model=.*judge: an adapter of .*vl", one) for one in found)
 
 
 def test_the_plan_names_and_counts_padded_rows(arithmetic_data: Sequence[Path], tmp_path: Path) -> None:

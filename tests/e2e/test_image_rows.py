@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -14,21 +16,26 @@ import pytest
 import torch
 from image_tokenizers import KINDS as MARKED
 from image_tokenizers import marked_folder, tokenizer_of
+from safetensors.torch import load_file
 from small_runs import metrics_of, small_run
 from transformers import AutoModelForImageTextToText
 from vision import END, IMAGE, KINDS, chat_folder, png
 from vision_families import model as model_of_family
 
 from verl.driver import assemble
+from verl.driver.media_ahead import MediaAhead
 from verl.driver.reporter import Reporter
 from verl.driver.rollouts import RolloutManager
 from verl.errors import Refused
+from verl.medium import media_hash
 from verl.models.families import family_of
+from verl.models.pictures import Pictures
 from verl.rollout.embedded.features import EncodedImages
 from verl.track.events import read_events
 from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
 from verl.transfer_queue.memory import MemoryQueue
+from verl.workers.inproc import InprocGroup
 
 REWARD = """
 import pathlib
@@ -63,6 +70,8 @@ def test_rows_with_images_train_and_each_image_is_encoded_once(
 ) -> None:
     encoded, real = list[str](), EncodedImages._of
     stores, make = list[MemoryMedia](), MemoryMedia.__init__
+    read, process = list[str](), Pictures._read
+    monkeypatch.setattr(Pictures, "_read", lambda self, *given: (read.append(given[0]), process(self, *given))[1])
 
     def count(self: EncodedImages, name: str, picture: Any) -> Any:
         before = self.encoded
@@ -73,14 +82,47 @@ def test_rows_with_images_train_and_each_image_is_encoded_once(
     monkeypatch.setattr(EncodedImages, "_of", count)
     monkeypatch.setattr(MemoryMedia, "__init__", lambda self: (make(self), stores.append(self))[0])
     data = written(tmp_path / "rows.parquet", [png(*size, k) for k, size in enumerate(SIZES)])
-    assert run(tmp_path, folder, data, f"data.eval_files=[{data}]", "run.eval_after=true").steps == 2
+    assert (
+        run(
+            tmp_path, folder, data, f"data.eval_files=[{data}]", "run.eval_after=true", "algorithm.kl_loss_coef=0.1"
+        ).steps
+        == 2
+    )
     metrics = metrics_of(tmp_path / "r")
     assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 for step in (1, 2))
     for step in (1, 2):
         rows = read_samples(tmp_path / "r", step)
         assert len({row.group_id for row in rows}) == 4 and all(IMAGE in row.prompt_ids for row in rows)
     assert sorted(encoded) == sorted(name for name in {*encoded} for _ in range(3)), "once for each of three versions"
+    assert sorted(read) == sorted({*encoded}), "processed once, for rollout, reference and updates"
     assert len({*encoded}) == 4 and all(len(store) == 0 for store in stores), "nothing is kept after the run"
+
+
+def test_adapters_train_on_rows_with_images(folder: Path, tmp_path: Path) -> None:
+    """Factors of the language model alone, which act in the rollout as in the trainer."""
+    data = written(tmp_path / "rows.parquet", [png(*size, k) for k, size in enumerate(SIZES)])
+    assert run(tmp_path, folder, data, "model.lora.rank=2", "optim.lr=0.01").steps == 2
+    metrics = metrics_of(tmp_path / "r")
+    assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 for step in (1, 2))
+    assert all(metrics[step]["actor/grad_norm"] > 0 for step in (1, 2))
+    names = {name for file in (tmp_path / "r").rglob("adapter_model.safetensors") for name in load_file(file)}
+    assert names and not [name for name in names if "visual" in name or "lora_" not in name]
+
+
+def test_what_is_sent_to_workers_has_no_content_of_images(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, submit = list[bytes](), InprocGroup.submit
+
+    def noted(self: InprocGroup, method: Any, args: Any) -> Any:
+        sent.append(pickle.dumps(args))
+        return submit(self, method, args)
+
+    monkeypatch.setattr(InprocGroup, "submit", noted)
+    contents = [png(32, 16 + 4 * k, k) for k in range(4)]
+    assert run(tmp_path, folder, written(tmp_path / "rows.parquet", contents)).steps == 2
+    assert not [one for one in sent if b"\x89PNG" in one]
+    assert len(sent) > 4 and max(map(len, sent)) < 4 * 3 * 32 * 16, "fewer bytes than one processed image"
 
 
 def test_a_file_that_is_lost_makes_the_attempts_of_its_row_invalid_and_the_run_goes_on(
@@ -107,6 +149,47 @@ def test_a_file_that_is_lost_makes_the_attempts_of_its_row_invalid_and_the_run_g
         assert metrics_of(tmp_path / "r")[step]["groups/invalid"] == invalid
         rows = read_samples(tmp_path / "r", step)
         assert len({row.group_id for row in rows}) == 4 and not {row.group_id for row in rows} & {"g00000005"}
+
+
+def test_images_of_the_next_step_are_processed_during_an_update_and_change_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the second step one image is damaged, which its own attempts report."""
+    contents = [png(*SIZES[k % 4], k) for k in range(8)]
+    at = contents[6].index(b"IDAT") + 6
+    contents[6] = contents[6][:at] + bytes(20) + contents[6][at + 20 :]
+    for k, content in enumerate(contents):
+        (tmp_path / f"{k}.png").write_bytes(content)
+    data = written(tmp_path / "rows.parquet", [str(tmp_path / f"{k}.png") for k in range(8)])
+    read, real, end = list[tuple[str, bool]](), Pictures._read, MediaAhead.end
+
+    def noted(self: Pictures, name: str, content: bytes) -> Any:
+        read.append((name, threading.current_thread().name.startswith("media-ahead")))
+        return real(self, name, content)
+
+    def when_ready(self: MediaAhead) -> None:
+        if self._thread is not None:
+            self._thread.submit(int).result(60)
+        end(self)
+
+    def played(name: str) -> Any:
+        read.clear()
+        run(tmp_path, folder, data, "data.shuffle=false", f"run.name={name}")
+        rows = [row for step in (1, 2) for row in read_samples(tmp_path / name, step)]
+        scored = {e.data["group_id"]: e.data for e in read_events(tmp_path / name) if e.kind == "scored"}
+        losses = [metrics_of(tmp_path / name)[step]["actor/pg_loss"] for step in (1, 2)]
+        tokens = [{key: values.tolist() for key, values in row.tokens.items()} for row in rows]
+        return [(r.group_id, [*r.prompt_ids], [*r.response_ids]) for r in rows], tokens, scored, losses
+
+    monkeypatch.setattr(Pictures, "_read", noted)
+    monkeypatch.setattr(MediaAhead, "end", when_ready)
+    ahead, names = played("ahead"), [media_hash(content) for content in contents]
+    whole = [name for name in names if name != names[6]]
+    assert sorted(name for name, _ in read if name != names[6]) == sorted(whole), "each is processed once"
+    assert {name for name, early in read if early} == {*names[4:]}, "those of the second step"
+    monkeypatch.setattr(MediaAhead, "begin", lambda self, indices: None)
+    assert played("r") == ahead and not any(early for _, early in read)
+    assert {*ahead[2]["g00000006"]["outcomes"]} == {"failed"} and "damaged PNG" in ahead[2]["g00000006"]["errors"][0]
 
 
 @pytest.mark.slow
@@ -178,10 +261,8 @@ def test_rows_with_images_train_families_whose_images_have_marks(kind: str, tmp_
     assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 < metrics[step]["actor/grad_norm"] for step in (1, 2))
     tokenizer = tokenizer_of(kind)
     marks = {*tokenizer.convert_tokens_to_ids([MARKED[kind].image, *MARKED[kind].tokens])}
-    bans, several = (
-        kind != "mllama",
-        kind not in ("llava", "llava_next", "mllama"),
-    )  # its token of images is outside the vocabulary
+    bans = kind != "mllama"  # its token of images is outside the vocabulary
+    several = kind not in ("kimi_k25", "llava", "llava_next", "mllama")
     assert rows and all(row.banned == bans and len(marks & {*row.prompt_ids.tolist()}) > several for row in rows)
     assert not marks & {i for row in rows for i in row.response_ids.tolist()}
     exported = tmp_path / "r" / "checkpoints" / "step_2" / "hf"

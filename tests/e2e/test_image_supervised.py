@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_runs import metrics_of, same_tensors, tensors_of
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from safetensors.torch import load_file
+from small_runs import metrics_of, same_tensors, small_run, tensors_of
+from small_runs import small_supervised as run
+from transformers import AutoModel, AutoModelForImageTextToText, AutoTokenizer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vision import IMAGE, chat_folder, png
 
-from verl.config.load import load_config
+from verl.checkpoint.score import read_score
 from verl.driver import assemble_supervised
-from verl.driver.launch import Finished, run_supervised
 from verl.errors import Refused
 from verl.nn.kept_features import KeptFeatures
+from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
 from verl.transfer_queue.memory import MemoryQueue
 
@@ -69,28 +73,6 @@ def rows(tmp_path: Path) -> Path:
 def written(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
-
-
-def run(command: Any, root: Path, folder: Path, data: Path, *more: str) -> Finished:
-    base = {
-        "run.root_dir": root,
-        "run.name": "r",
-        "run.total_steps": 1,
-        "run.threads": 1,
-        "model.path": folder,
-        "model.dtype": "float32",
-        "data.train_files": f"[{data}]",
-        "data.eval_files": f"[{data}]",
-        "data.cache_dir": root / "cache",
-        "data.max_tokens_per_row": 64,
-        "data.shuffle": "false",
-        "step.prompts_per_step": len(data.read_text().splitlines()),
-        "optim.lr": 1e-12,
-        "track.sinks": "[jsonl]",
-    }
-    given = {a.partition("=")[0] for a in more}
-    args = [f"{k}={v}" for k, v in base.items() if k not in given]
-    return run_supervised(load_config([*args, *more]), command)
 
 
 def row_of(folder: Path, messages: list[dict[str, Any]], images: list[Path], trained: int) -> dict[str, Any]:
@@ -164,6 +146,57 @@ def test_dpo_compares_answers_to_images_with_the_logprobs_of_transformers(folder
     moved = margins(tmp_path / "r" / "checkpoints" / "step_1" / "hf") - margins(folder)
     assert done.evals["val/loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(0.5 * moved).mean()), abs=2e-5)
     assert float(moved.abs().min()) > 1e-3
+
+
+def scores(folder: Path, rows: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the score of each row by the body of a reward model in transformers and its weights of the head."""
+    model, head = AutoModel.from_pretrained(folder, dtype=torch.float32), read_score(folder)
+    assert head is not None
+    with torch.no_grad():
+        hidden = [model(**{k: v for k, v in row.items() if k != "labels"}).last_hidden_state[0, -1] for row in rows]
+    return [float(head[0] @ one) for one in hidden]
+
+
+def test_a_reward_model_of_images_learns_and_scores_rollouts_as_transformers(folder: Path, tmp_path: Path) -> None:
+    for k, (name, size) in enumerate(zip(NAMES, SIZES)):
+        (tmp_path / f"{name}.png").write_bytes(png(*size, k))
+    pairs = [
+        {"prompt": [said(*m) for m in p], "images": files(*p), "chosen": good, "rejected": bad}
+        for p, good, bad in PAIRS
+    ]
+    data = written(tmp_path / "pairs.jsonl", pairs)
+    done, trained = run("rm", tmp_path, folder, data, "optim.lr=3e-3", "run.total_steps=3"), tmp_path / "hf"
+    shutil.copytree(tmp_path / "r" / "checkpoints" / "step_3" / "hf", trained)
+    assert metrics_of(tmp_path / "r")[3]["train/grad_norm"] > 0
+    before, after = (AutoModel.from_pretrained(f, dtype=torch.float32).state_dict() for f in (folder, trained))
+    assert before.keys() == after.keys() and "lm_head.weight" not in load_file(trained / "model.safetensors")
+    assert any(not torch.equal(p, after[name]) for name, p in before.items() if name.startswith("visual."))
+    given = [
+        row_of(folder, [*(said(*m) for m in p), said("assistant", a)], [tmp_path / name for name in files(*p)], len(p))
+        for p, *answers in PAIRS
+        for a in answers
+    ]
+    chosen, rejected = torch.tensor(scores(trained, given)).reshape(-1, 2).T
+    assert done.evals["val/loss"] == pytest.approx(float(-torch.nn.functional.logsigmoid(chosen - rejected).mean()))
+    assert done.evals["val/score/chosen"] == pytest.approx(float(chosen.mean()), rel=1e-4, abs=1e-5)
+    assert float((chosen - rejected).abs().max()) > 1e-3
+    rows = [
+        {"prompt": [said("user", f"{name}.png", "what?")], "images": [f"{name}.png"], "ground_truth": ""}
+        for name in NAMES
+    ]
+    tasks = written(tmp_path / "tasks.jsonl", rows)
+    for stage in ("stream", "batch"):
+        own = (f"run.name={stage}", "run.total_steps=1", "data.max_prompt_tokens=64", f"reward.stage={stage}")
+        keys = ("step.prompts_per_step=3", "step.samples_per_prompt=2", f"reward.model={trained}", "data.shuffle=false")
+        small_run(tmp_path, folder, [tasks], *own, *keys)
+        played = read_samples(tmp_path / stage, 1)
+        assert len(played) == 6
+        for row in played:
+            ids = torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids]))
+            image = Image.open(tmp_path / f"{NAMES[int(row.group_id.removeprefix('g'))]}.png")
+            found = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[image], return_tensors="pt")
+            inputs = {**found, "input_ids": ids[None], "mm_token_type_ids": (ids == IMAGE).long()[None]}
+            assert row.components["reward_model"] == pytest.approx(*scores(trained, [inputs]), rel=1e-4, abs=1e-5)
 
 
 def test_a_frozen_tower_encodes_each_image_once_and_no_image_is_left_in_the_store(

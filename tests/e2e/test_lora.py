@@ -20,7 +20,9 @@ from verl.model_engine.quantised_parts import load_dequantised
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
+from verl.track.packed import unpacked_segments
 from verl.track.samples import read_samples
+from verl.types import NO_ROUTE, ROUTES
 
 LORA = ("model.lora.rank=4", "model.lora.alpha=8", "optim.lr=3e-3")
 
@@ -101,8 +103,8 @@ def test_embedding_and_head_are_trained_whole_beside_the_factors(tmp_path, tiny_
     base = load_file(tiny_teacher / "model.safetensors")
     for step in (1, 2, 3):
         assert found[step]["mismatch/max_abs_dlogp"] < 1e-5 and found[step]["critic/grad_norm"] > 0
-        assert found[step]["sync/bytes"] == sum(4 * t.numel() for t in base.values()), (
-            "all weights, with the factors added"
+        assert found[step]["sync/bytes"] == adapter_bytes(tmp_path / "a" / "r" / "checkpoints" / "step_3" / "hf"), (
+            "the factors and these modules, without the base"
         )
     assert found[1]["actor/kl_loss"] == 0 < found[3]["actor/kl_loss"], "the reference is the base"
     states = [{role: tensors_of(tmp_path / name / "r", 3, role) for role in ("actor", "critic")} for name in "ab"]
@@ -202,13 +204,32 @@ def test_an_adapter_as_reward_model_without_a_frozen_base_is_refused(tmp_path, t
             small_run(tmp_path, tiny_model, arithmetic_data[:1], "reward.path=null", *more)
 
 
-def test_a_run_trains_sends_and_merges_factors_of_experts(tmp_path, tiny_model, arithmetic_data):
+def experts_folder(tmp_path, tiny_model):
+    """A tiny model with experts in a folder, with the tokenizer of another one."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     sizes = dict(vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
     sizes |= dict(head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, pad_token_id=0)
     torch.manual_seed(1)
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, eos_token_id=tokenizer.eos_token_id))
-    base = tiny.save(model, tokenizer, tmp_path / "base")
+    return tiny.save(model, tokenizer, tmp_path / "base")
+
+
+def test_a_run_replays_the_experts_of_its_rollout(tmp_path, tiny_model, arithmetic_data):
+    base = experts_folder(tmp_path, tiny_model)
+    more = ("rollout.engine_options.replay_routes=true", "run.total_steps=2", "step.updates_per_step=2")
+    small_run(tmp_path, base, arithmetic_data[:1], *more, "algorithm.kl_loss_coef=0.1", "rollout.replicas=2")
+    found = metrics_of(tmp_path / "r")
+    for step in (1, 2):
+        assert 0.7 < found[step]["actor/replayed_routes"] < 1, "all tokens but the last of each answer"
+        assert found[step]["mismatch/max_abs_dlogp"] < 1e-5 and found[step]["actor/grad_norm"] > 0
+    for row in read_samples(tmp_path / "r", 2):
+        routes = np.concatenate([s.side[ROUTES] for s in unpacked_segments(row.segments)[1]])
+        assert routes.shape == (len(row.prompt_ids) + len(row.response_ids), 2, 2)
+        assert (routes[:-1] >= 0).all() and (routes[-1] == NO_ROUTE).all()
+
+
+def test_a_run_trains_sends_and_merges_factors_of_experts(tmp_path, tiny_model, arithmetic_data):
+    base = experts_folder(tmp_path, tiny_model)
     small_run(tmp_path, base, arithmetic_data[:1], *LORA, "model.lora.targets=[q_proj, experts]", "run.total_steps=2")
     found = metrics_of(tmp_path / "r")
     adapter = tmp_path / "r" / "checkpoints" / "step_2" / "hf"

@@ -118,6 +118,7 @@ CATCHES = {  # where the command line, the driver and the workers catch a ValueE
     "driver/checked.py check_output": "an output of a user's loop, whose error gets the number of its branch",
     "driver/fleet.py Fleet._answer": "an error of a request of `verl replicas`, and its answer",
     "driver/identity.py _read": "a text that is no JSON",
+    "driver/media_ahead.py MediaAhead._read": "a file that cannot be read: the attempts of its task report it",
     "driver/reporter.py Reporter.write_report": "a damaged record: it is printed, and the run continues",
     "driver/stopping.py _leave": "a console that is closed",
     "driver/together.py open_together": "an error at the start, which every process raises as it is",

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 from each import matrix
+from fakes import unscored
 from small_runs import metrics_of, small_run, tensors_of
 
 from verl.algorithms.presets import PREFERENCES
+from verl.checkpoint.score import classifier_config
 from verl.config.load import load_config
 from verl.driver.launch import run_supervised
 from verl.track.samples import read_samples
@@ -103,7 +105,7 @@ def test_a_reward_model_learns_and_is_a_transformers_classifier(tmp_path, tiny_m
 
     config = load_config(["model.path=" + str(tiny_model), "model.dtype=float32", f"reward.model={folder}"]).config
     role = reward_model(ModelContext(config, MemoryQueue(), "cpu", updates=1))
-    [ours] = role.score_rows([(np.array(prompt), np.array(answer))]).result(timeout=60)
+    [ours] = role.score_rows([unscored(np.array(prompt), np.array(answer))]).result(timeout=60)
     assert ours == pytest.approx(theirs, abs=1e-4)
     role.close()
 
@@ -307,7 +309,7 @@ def test_any_one_label_classifier_is_a_reward_model_and_training_goes_on_from_it
 
     config = load_config([f"model.path={tiny_model}", "model.dtype=float32", f"reward.model={folder}"]).config
     role = reward_model(ModelContext(config, MemoryQueue(), "cpu", updates=1))
-    [ours] = role.score_rows([(np.array([3, 4, 5]), np.array([6, 7]))]).result(timeout=60)
+    [ours] = role.score_rows([unscored(np.array([3, 4, 5]), np.array([6, 7]))]).result(timeout=60)
     role.close()
     assert ours == pytest.approx(expected, abs=1e-4)
     done = train("rm", tmp_path, folder, pairs, "run.total_steps=2", "optim.lr=1e-12")
@@ -324,6 +326,14 @@ def test_a_family_without_a_classifier_is_refused_before_the_rows_are_read(tmp_p
     (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3NoSuchForCausalLM"]}))
     with pytest.raises(ValueError, match="no sequence classifier"):
         train("rm", tmp_path, folder, pairs)
+
+
+def test_a_model_of_text_with_an_encoder_is_no_reward_model(tmp_path):
+    """Transformers has a classifier of it, which is of other weights than a causal model's."""
+    described = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ValueError, match="no sequence classifier for .'T5ForConditionalGeneration'."):
+        classifier_config(tmp_path, 0)
 
 
 def test_a_policy_with_missing_weights_does_not_start_at_random(tmp_path, tiny_model):
@@ -383,7 +393,7 @@ def test_a_score_is_read_where_the_template_ends_a_turn_in_training_in_rl_and_el
     prompt = tokenizer("11+22=", add_special_tokens=False)["input_ids"]
     for side, text in (("chosen", "777"), ("rejected", "99")):
         answer = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        [ours] = role.score_rows([(np.array(prompt), np.array(answer))]).result(timeout=60)
+        [ours] = role.score_rows([unscored(np.array(prompt), np.array(answer))]).result(timeout=60)
         messages = [{"role": "user", "content": "11+22="}, {"role": "assistant", "content": text}]
         rendered = tokenizer.apply_chat_template(messages, return_dict=False)
         assert rendered == [*prompt, *answer, *tokenizer(";#", add_special_tokens=False)["input_ids"]]
@@ -391,7 +401,7 @@ def test_a_score_is_read_where_the_template_ends_a_turn_in_training_in_rl_and_el
             outside = float(theirs(torch.tensor([rendered])).logits[0, 0])
         assert ours == pytest.approx(outside, abs=1e-4), side
         assert ours == pytest.approx(evals[f"val/score/{side}"], abs=1e-4), side
-        [cut] = role.score_rows([(np.array(prompt), np.array(answer[:-1]))]).result(timeout=60)
+        [cut] = role.score_rows([unscored(np.array(prompt), np.array(answer[:-1]))]).result(timeout=60)
         with torch.no_grad():
             alone = float(theirs(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, 0])
         assert cut == pytest.approx(alone, abs=1e-4), "behind an answer that was cut stands nothing"

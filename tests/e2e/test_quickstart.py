@@ -18,7 +18,7 @@ from verl import quickstart
         ("optim.lr=fast", "optim.lr"),
         ("--verbose", "--verbose"),
         ("run.seed=x", "run.seed=x: it is a whole number"),
-        ("task=poems", "task=poems: there are arithmetic, tool_arithmetic, shapes"),
+        ("task=poems", "task=poems: there are arithmetic, tool_arithmetic, shapes, look"),
     ],
 )
 def test_a_wrong_override(override, said, tmp_path, monkeypatch, capsys):

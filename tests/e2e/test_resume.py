@@ -132,8 +132,8 @@ def test_changed_data_is_refused_at_resume(tmp_path, tiny_model, arithmetic_data
 
 @pytest.mark.on_device
 @pytest.mark.timeout(420)
-@matrix("staleness", [0, 1], ids=["sync", "async"])
-def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_model, arithmetic_data, staleness):
+@matrix("staleness,more", [(0, ()), (1, ()), (0, LORA)], ids=["sync", "async", "factors on NF4"])
+def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_model, arithmetic_data, staleness, more):
     """Killed three times, inside saves too: it ends, and every group is trained exactly once (sync: bitwise as if
     never cut)."""
     shape = [
@@ -142,6 +142,7 @@ def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_mo
         "track.sinks=[jsonl]",
         f"pipeline.staleness={staleness}",
         *(["pipeline.partial_rollout=true"] if staleness else []),
+        *more,
     ]
     args = small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)
     run_dir, log, rng = tmp_path / "cut" / "r", tmp_path / "log", random.Random(7 + staleness)

@@ -59,6 +59,50 @@ def test_images_of_tools_train(loop: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert all(e.data["images"] == 1 for e in read_events(tmp_path / "r", {"tool"}))
 
 
+LOOP = """
+from PIL import Image
+
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+
+
+class Looks(AgentLoopBase):
+    async def run(self, sampling_params, **kwargs):
+        asked, images = [dict(m) for m in kwargs["raw_prompt"]], list(kwargs["images"])
+        ids = await self.apply_chat_template(asked, images=images)
+        assert ids == list(kwargs["prompt_ids"]), "the prompt of the row"
+        given = {"prompt_ids": ids, "sampling_params": {**sampling_params, "max_tokens": 4}, "image_data": images}
+        first = await self.server_manager.generate(kwargs["request_id"], **given)
+        number = sum(first.token_ids)
+        shown = Image.new("RGB", (8, 8), (number % 256, 7 * number % 256, 31 * number % 256))
+        more = [{"role": "user", "content": [{"type": "image", "image": shown}, {"type": "text", "text": "now?"}]}]
+        images += (await self.process_vision_info(more))["images"]
+        added = await self.apply_chat_template(more, images=images[-1:], remove_system_prompt=True)
+        ids = [*ids, *first.token_ids, *added]
+        given = {"prompt_ids": ids, "sampling_params": {**sampling_params, "max_tokens": 4}, "image_data": images}
+        second = await self.server_manager.generate(kwargs["request_id"], **given)
+        behind = [*first.token_ids, *added, *second.token_ids]
+        mask = [1] * len(first.token_ids) + [0] * len(added) + [1] * len(second.token_ids)
+        return AgentLoopOutput(list(kwargs["prompt_ids"]), behind, mask, num_turns=3)
+"""
+
+
+@pytest.mark.parametrize("loop", ["looks.py:Looks@driver", "looks.py:Looks"])
+def test_images_of_a_loop_of_the_users_own_train(loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of tools: what is trained is what was sampled, and nothing is kept."""
+    stores, make = list[MemoryMedia](), MemoryMedia.__init__
+    monkeypatch.setattr(MemoryMedia, "__init__", lambda self: (make(self), stores.append(self))[0])
+    (tmp_path / "looks.py").write_text(LOOP)
+    folder = tool_folder(tmp_path / "model", "qwen3_vl")
+    args = [a for a in args_of(tmp_path, folder) if not a.startswith("agent.")]
+    assert run_rl(load_config([*args, f"agent.loop={tmp_path}/{loop}"]), quiet=True).steps == 2
+    metrics = metrics_of(tmp_path / "r")
+    assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 < metrics[step]["actor/grad_norm"] for step in (1, 2))
+    rows = [row for step in (1, 2) for row in read_samples(tmp_path / "r", step)]
+    assert all(row.components["files"] == 2 for row in rows), rows[0]
+    assert all((row.response_ids[row.response_mask == 0] == IMAGE).sum() == 4 for row in rows)
+    assert all(len(store) == 0 for store in stores) and not (tmp_path / "r" / "tool_images").exists()
+
+
 @pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_images_of_groups_in_flight(tmp_path: Path) -> None:
     """The tool is not called again for them: their content is that of the checkpoint."""

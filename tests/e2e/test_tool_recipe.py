@@ -88,7 +88,7 @@ def test_a_calculator_fails_as_often_as_it_is_told_and_alike_each_time(tmp_path)
 
 def test_an_unknown_task_is_refused(capsys):
     assert quickstart.main(["task=chess"]) == 2
-    assert "task=chess: there are arithmetic, tool_arithmetic, shapes" in capsys.readouterr().err
+    assert "task=chess: there are arithmetic, tool_arithmetic, shapes, look" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,5 @@
-"""Public command lines of verl's start: each makes a step with a tiny model, tiny rows and the engines of here."""
+"""Public command lines of verl's start: each makes a step with a tiny model, tiny rows and the engines of here
+(`model.engine=torch` for those of Megatron and VeOmni too)."""
 
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ SMALL = (
     *(
         "model.dtype=float32",
         "model.device=cpu",
+        "model.engine=torch",
         "rollout.engine=native",
         "track.sinks=[jsonl]",
         "reward.num_workers=1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from verl.data.parallel import ReaderDied, run_chunks
@@ -102,6 +104,34 @@ def test_a_dead_worker_is_an_error_with_its_cause() -> None:
         assert leftovers() == [], how
 
 
+@dataclass
+class DiesBeforeItsAnswer:
+    """Its worker asks, and is killed by the one who answers."""
+
+    ask: Callable[[int], Any] | None = None
+
+    def prepare(self) -> None:
+        pass
+
+    def answer(self, pid: int) -> bytes:
+        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.2)
+        return bytes(1 << 20)
+
+    def connect(self, ask: Callable[[int], Any]) -> None:
+        self.ask = ask
+
+    def __call__(self, rows: Sequence[int], progress: Callable[[int], None]) -> list[int]:
+        assert self.ask is not None
+        self.ask(os.getpid())
+        return list(rows)
+
+
+def test_a_worker_that_dies_before_its_answer_is_an_error_with_its_cause() -> None:
+    with pytest.raises(ReaderDied, match="killed by SIGKILL"):
+        run(DiesBeforeItsAnswer())
+
+
 def test_a_silent_worker_meets_its_deadline() -> None:
     for how in ("hang", "stop"):
         start = time.monotonic()
@@ -128,6 +158,57 @@ def test_a_job_that_cannot_be_loaded_or_sent() -> None:
         run(DiesWhenLoaded())
     with pytest.raises(ValueError, match=r"cannot be sent to worker processes .*data\.num_workers=0"):
         run(lambda rows, progress: rows)
+
+
+@dataclass
+class LooksForTorch:
+    """A job, with whether torch was imported in the process after it."""
+
+    job: Any
+
+    def __post_init__(self) -> None:
+        self.prepare, self.answer, self.connect = self.job.prepare, self.job.answer, self.job.connect
+
+    def __call__(self, rows: Sequence[Any], progress: Callable[[int], None]) -> Any:
+        return self.job(rows, progress), "torch" in sys.modules
+
+
+def test_workers_read_images_as_their_parent_does_and_import_no_torch(tmp_path: Path) -> None:
+    """The parent answers which tokens an image of a size has, and why the processor refuses one."""
+    from PIL import Image
+
+    from verl.config.schema import DataConfig
+    from verl.data.files import RawRow
+    from verl.data.render import PromptJob
+    from verl.data.source import rules_of_model
+    from verl.recipes import shapes
+
+    model, tokenizer = shapes.write_model(tmp_path / "base", seed=0), shapes.tokenizer()
+    for k, size in enumerate(((56, 56), (90, 30), (28, 140), (56, 56), (5000, 8))):
+        Image.new("RGB", size, "red").save(tmp_path / f"{k}.png")
+    given = [{"prompt": "<image>shape?", "images": [f"{k}.png"], "ground_truth": "a"} for k in range(5)]
+    rows = [RawRow(f"{tmp_path}/a.jsonl:{k}", row) for k, row in enumerate(given, start=1)]
+    cfg = DataConfig(max_prompt_tokens=512, cache_dir=str(tmp_path))
+    rules = rules_of_model(model, cfg, tokenizer)
+    job = PromptJob(tokenizer, cfg, {}, images=rules)
+    chunks = [rows[:2], rows[2:4]]
+    found = [*run_chunks(LooksForTorch(job), chunks, num_workers=2, timeout_s=60)]
+    assert [torch for _, torch in found] == [False, False]
+    for chunk, (theirs, _) in zip(chunks, found):
+        counts, arrays = job(chunk, lambda done: None)
+        assert counts == theirs[0] and arrays.keys() == theirs[1].keys()
+        assert all(np.array_equal(arrays[name], theirs[1][name]) for name in arrays if not name.startswith("rows"))
+        ours, other = (marshal.loads(columns["rows"].data) for columns in (arrays, theirs[1]))
+        assert ours == other, "the first row; marshal has other bytes for equal values"
+    refused = []
+    for read in (
+        lambda: job(rows[4:], lambda done: None),
+        lambda: [*run_chunks(job, [rows[4:]], num_workers=1, timeout_s=60)],
+    ):
+        with pytest.raises(ValueError) as error:
+            read()
+        refused.append(str(error.value))
+    assert refused[0] == refused[1] and "a.jsonl:5: image 1" in refused[0] and "5000 x 8 pixels: " in refused[0]
 
 
 @pytest.mark.parametrize("hangs", [False, True])

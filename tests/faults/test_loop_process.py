@@ -20,13 +20,14 @@ import pytest
 from each import matrix
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, LoopFailed, ServerManager
-from verl.agent_loop.hosted import GrowingIds, Ready
+from verl.agent_loop.hosted import CancelCall, GrowingIds, HostedTask, Ready
 from verl.agent_loop.registry import Loops, of_the_user
-from verl.agent_loop.runner import HostedLoop, LoopRunner, hosted_loops
+from verl.agent_loop.runner import HostedLoop, LoopRunner, Playing, hosted_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import Players
 from verl.driver.checked import check_output
+from verl.recorded import RecordedCall
 from verl.rollout.base import Completion, GenerateRequest, ReplicaLost
 from verl.sandbox import companion
 from verl.sandbox.companion import FrameChannel
@@ -60,7 +61,8 @@ class Engine:
         rng = np.random.default_rng([*prompt_ids.tolist(), sampling.seed])
         ids, side = rng.integers(0, 99, 5), {"kept": rng.random((5, 2)).astype(np.float32)}
         logprobs = -rng.random(5).astype(np.float32)
-        return Completion(request_id, ids, logprobs, ((3, 0, 2), (4, 2, 5)), "eos", None, 2, side)
+        routes = rng.integers(0, 9, (len(prompt_ids) + 5, 2, 2)).astype(np.int8) if request.routes else None
+        return Completion(request_id, ids, logprobs, ((3, 0, 2), (4, 2, 5)), "eos", None, 2, side, routes)
 
 
 class Odd(BaseException):
@@ -94,6 +96,7 @@ class Branches(AgentLoopBase):
         first = AgentLoopOutput([*prompt, 8], two.token_ids, [1] * 5)
         ids, mask = [*one.token_ids, 5, 6, *three.token_ids], [1] * 5 + [0] * 2 + [1] * 5
         said = {"tool_rewards": [np.float32(0.5)], "seen": np.arange(3)}
+        said["routes"] = sum(call.completion.routes is not None for call in manager.record)
         return [first, AgentLoopOutput(prompt, ids, mask, reward_score=1.5, num_turns=4, extra_fields=said)]
 
 
@@ -191,7 +194,8 @@ def task_of(agent: str = "", name: str = "t") -> Task:
 def manager_of(engine: Any) -> ServerManager:
     sampling = Sampling(max_tokens=MOST, temperature=0.7)
     return ServerManager(
-        engine, sampling, (1, "t", 0), prefix_key="g1", media=(Medium("picture", 0, 1),), credits_turns=True
+        *(engine, sampling, (1, "t", 0)),
+        **{"prefix_key": "g1", "media": (Medium("picture", 0, 1),), "credits_turns": True, "routes": True},
     )
 
 
@@ -240,9 +244,28 @@ def test_a_trajectory_is_the_same_as_in_the_driver(tmp_path: Path) -> None:
         assert kinds[0] == kinds[1] and ("tool", "look", None) in kinds[0]
         assert [p.tolist() for p in a.paid] == [p.tolist() for p in b.paid] == [[0.0], [0.5], [2.0]]
         assert (other[1].reward_score, other[1].num_turns) == (1.5, 4)
-        assert other[1].extra_fields == {"tool_rewards": [0.5], "seen": [0, 1, 2]}
+        assert other[1].extra_fields == {"tool_rewards": [0.5], "seen": [0, 1, 2], "routes": 0}
+        assert mine[1].extra_fields["routes"] == 3
+        kept = [[len(call.completion.routes) for call in m.server_manager.record] for m in (hosted, own)]
+        assert kept[0] == kept[1] == [12, 6, 7], "the routes of each token once"
 
     run(tmp_path, body)
+
+
+def test_a_call_that_its_loop_gave_up_as_it_ended_is_not_recorded() -> None:
+    """Later calls would leave out the routes of its tokens, and the loop's own record does not contain it."""
+
+    async def body() -> None:
+        runner, engine = LoopRunner(loops_of, "", silent_s=1.0), Engine()
+        part = HostedTask(task=task_of(), manager={}, params={}, row={})
+        ended = asyncio.get_running_loop().create_future()
+        runner._plays[0] = one = Playing(manager_of(engine), part, ended, GrowingIds.of(PROMPT), 0)
+        request = one.manager.request("r", PROMPT, Sampling(max_tokens=5))
+        one.record[3] = RecordedCall.of(request, await engine.generate(request), ())
+        runner._receive(None, CancelCall(0, 3), None)  # type: ignore[arg-type]
+        assert not one.record
+
+    asyncio.run(body())
 
 
 def test_what_a_loop_does_wrong_is_said_and_costs_its_attempt(tmp_path: Path) -> None:

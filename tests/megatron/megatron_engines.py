@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 import tempfile
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import BUDGET, HEADS, OUTPUTS, SIZES, Case, model, share
+from cases import BUDGET, EXPERTS, HEADS, MODELS, OUTPUTS, SIZES, TAUGHT, Case, model, share
 from safetensors.torch import load_file, save_file
+from test_split import TEACHER, TOP_K
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from verl.checkpoint.score import WEIGHT as SCORE
-from verl.model_engine.base import EngineContext
+from verl.model_engine.base import EngineContext, TeacherHead
 from verl.model_engine.layout import Layout
 from verl.model_engine.megatron import MegatronEngine, build
 from verl.model_engine.megatron_options import Options
@@ -28,6 +31,14 @@ with warnings.catch_warnings():  # imported before a rank is forked
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401
 
+
+def deeper(made: Callable[[], Any]) -> Any:
+    """A model as this one, with twice as many layers."""
+    config = made().config
+    config.num_hidden_layers, config.layer_types = 2 * config.num_hidden_layers, None
+    return AutoModelForCausalLM.from_config(type(config).from_dict(config.to_dict()))
+
+
 LAYOUTS = {
     "one": Layout(),
     "TP": Layout(world_size=2, tensor=2),
@@ -39,12 +50,38 @@ LAYOUTS = {
     "PP x DP": Layout(world_size=4, pipeline=2),
     "TP x EP": Layout(world_size=4, tensor=2, expert=2),
     "PP x EP": Layout(world_size=4, pipeline=2, expert=2),
+    "PP x VP": Layout(world_size=2, pipeline=2),
+    "PP x VP x DP": Layout(world_size=4, pipeline=2),
+    "TP x ETP": Layout(world_size=2, tensor=2),
+    "DP x ETP": Layout(world_size=2),
+    "TP x EP x ETP": Layout(world_size=4, tensor=2, expert=2),
 }
+OF_LAYOUT: dict[str, dict[str, Any]] = {"PP x VP": {"virtual_stages": 2}, "PP x VP x DP": {"virtual_stages": 2}}
+OF_LAYOUT |= {name: {"expert_tensor": 2} for name in ("TP x ETP", "DP x ETP", "TP x EP x ETP")}
+FOUR, FOUR_BIASES, FOUR_EXPERTS = "qwen3, four layers", "llama, four layers", "qwen3, experts, four layers"
+"""Models with layers for two chunks on two stages."""
+for _name, _of in ((FOUR, "qwen3, tied"), (FOUR_BIASES, "llama, biases"), (FOUR_EXPERTS, EXPERTS)):
+    MODELS[_name] = functools.partial(deeper, MODELS[_of])
+
+
+def options_of(layout: str, *, distributed: bool = False) -> Options:
+    """The options of a layout of the table above."""
+    return Options(distributed_optimizer=distributed, **OF_LAYOUT.get(layout, {}))
 
 
 def folder(name: str, scored: bool = False) -> Path:
     """The folder of a model of the cases, with the score head that they have: made before ranks are forked."""
     return _folder(name, scored)
+
+
+@functools.cache
+def teacher() -> TeacherHead:
+    """The folder of the head of the cases' teacher."""
+    kept = tempfile.TemporaryDirectory()
+    _FOLDERS.append(kept)
+    (Path(kept.name) / "config.json").write_text("{}")
+    save_file({"lm_head.weight": TEACHER.head.weight}, Path(kept.name) / "model.safetensors")
+    return TeacherHead(Path(kept.name), TEACHER.beta, TEACHER.temperature)
 
 
 @functools.cache
@@ -64,10 +101,12 @@ _FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
 
 def built(name: str, role: str, layout: Layout, *, options: Options | None = None, **given: Any) -> MegatronEngine:
     """This rank's engine of a model of the cases."""
-    trained = role in ("actor", "critic")
+    trained, head = role in ("actor", "critic", *TAUGHT), HEADS.get(role, "lm")
     context: dict[str, Any] = dict(
-        folder=folder(name, HEADS[role] != "lm"),
-        head=HEADS[role],
+        folder=folder(name, head != "lm"),
+        head=head,
+        teacher=teacher() if role in TAUGHT else None,
+        top_k=TOP_K,
         dtype="float32",
         optim=OptimSpec(lr=1e-2) if trained else None,
         max_tokens_per_microbatch=BUDGET,

@@ -3,10 +3,12 @@ largest value, in every layout; and weights are the folder's, bit by bit, in and
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 from cases import EXPERTS, HEADS, MODELS, SIZES, Case, differences, one_process, together
 from forked import run
-from megatron_engines import LAYOUTS, built, folder, on_rank
+from megatron_engines import FOUR, FOUR_BIASES, FOUR_EXPERTS, LAYOUTS, built, folder, on_rank, options_of
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from verl.errors import Refused
@@ -45,9 +47,16 @@ GRID = [  # layout, model, role, a shared prompt, a rank without rows
     ("TP x PP", TIED, "actor", True, False),
     ("TP x PP", BIASES, "reference", False, False),
     ("TP x DP", "qwen2", "actor", False, True),
+    ("TP", EXPERTS, "actor", True, False),
+    ("TP x ETP", EXPERTS, "actor", True, False),
+    ("DP x ETP", EXPERTS, "actor", True, True),
+    ("TP x EP x ETP", EXPERTS, "actor", False, True),
     ("PP x DP", TIED, "actor", True, True),
     ("TP x EP", EXPERTS, "actor", True, True),
     ("PP x EP", EXPERTS, "actor", True, False),
+    ("PP x VP", FOUR, "actor", True, False),
+    ("PP x VP", FOUR_BIASES, "critic", False, False),
+    ("PP x VP x DP", FOUR_EXPERTS, "actor", True, True),
 ]
 
 
@@ -58,13 +67,25 @@ def test_every_layout_gives_what_one_process_gives(layout, model, role, shared, 
     expected = one_process(case)
     assert all(t.abs().max() > 0 for t in expected.values()), "a test of zeros proves nothing"
     folder(model, HEADS[role] != "lm")  # before the ranks are forked
-    found = together(case, run(at.world_size, lambda rank: on_rank(case, rank)))
+    found = together(case, run(at.world_size, lambda rank: on_rank(case, rank, options=options_of(layout))))
     assert not (wrong := differences(found, expected)), wrong
+
+
+@pytest.mark.parametrize(
+    "how, layout, model", [("selective", "TP", TIED), ("full", "PP", BIASES), ("full", "EP", EXPERTS)]
+)
+def test_what_is_computed_again_in_the_backward_pass_changes_no_gradient(how, layout, model):
+    at = LAYOUTS[layout]
+    case = Case(at, model=model)
+    folder(model)
+    found = together(case, run(at.world_size, lambda rank: on_rank(case, rank, gradient_checkpointing=how)))
+    assert not (wrong := differences(found, one_process(case))), wrong
 
 
 @pytest.mark.parametrize("layout, model, role", [("TP x DP", TIED, "actor"), ("PP", BIASES, "critic")])
 def test_bfloat16_on_a_cpu_is_that_of_one_process(layout, model, role):
-    """Rounded weights in float32 arithmetic, on a CPU with products in bfloat16 too."""
+    """Rounded weights in float32 arithmetic, on a CPU with products in bfloat16 too. The check at start is of the exact
+    weights."""
     at = LAYOUTS[layout]
     case = Case(at, role, model=model)
     expected = one_process(case, dtype="bfloat16", emulate_bf16=True)
@@ -73,6 +94,11 @@ def test_bfloat16_on_a_cpu_is_that_of_one_process(layout, model, role):
     folder(model, HEADS[role] != "lm")
     found = together(case, run(at.world_size, lambda rank: on_rank(case, rank, dtype="bfloat16")))
     assert not (wrong := differences(found, expected)), wrong
+
+    def off(_: int) -> float:
+        return built(model, role, at, dtype="bfloat16").check_packing(share_prefix=False)
+
+    assert max(run(at.world_size, off)) < 1e-4
 
 
 def test_layers_with_different_windows_are_refused():
@@ -85,6 +111,25 @@ def test_layers_with_different_windows_are_refused():
 
     (line,) = run(1, on)
     assert "the qwen2 has layers with different windows (5 and none)" in line and "model.engine=sharded" in line
+
+
+@pytest.mark.parametrize("found, words", [("0.16.1", "megatron-core 0.16.1 is not 0.19.x"), (None, "is missing in")])
+def test_another_version_is_refused_with_the_one_to_install(found, words, monkeypatch):
+    def version(name: str) -> str:
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(megatron_shims, "version", version)
+    with pytest.raises(Refused, match=rf"^model.engine=megatron: [^\n]*{words}[^\n]*megatron-core==0.19.2[^\n]*$"):
+        check_version()
+
+
+def test_a_python_that_megatron_does_not_declare_is_a_line_and_no_refusal(caplog, monkeypatch):
+    monkeypatch.setattr(megatron_shims.sys, "version_info", (3, 11, 7))
+    with caplog.at_level("INFO"):
+        check_version()
+    assert "declares Python 3.12; it runs on 3." in caplog.text
 
 
 @pytest.mark.parametrize("module", ["transformer_engine", "apex"])

@@ -156,6 +156,12 @@ def float32_linear_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -
     return linear_inputs(rng, size, dtype)[0][:2], {}
 
 
+def wide_product_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    """The strides of both products of a head: of its logits, and of its gradient."""
+    x, weight, _ = linear_inputs(rng, size, dtype)[0]
+    return (x, weight.T) if size % 2 else (x.T.contiguous().T, weight.T.contiguous()), {}
+
+
 def quantised_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
     """NF4 with and without double quantisation, int8; whole blocks, and rows that end within one."""
     sizes = (
@@ -188,6 +194,13 @@ def times_quantised(x: Tensor, weight: QuantisedTensor, bias: Tensor | None) -> 
     return torch.nn.functional.linear(x, weight.dequantised(torch.float32).double(), bias)
 
 
+def low_rank_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:
+    """Whole blocks of rows and a rest, sizes in whole blocks and not, ranks below a vector and above several."""
+    rows, into, out, rank = ((1, 48, 16, 1), (77, 24, 40, 8), (200, 8, 64, 65), (33, 20, 12, 19))[size % 4]
+    shapes = ((rows, into), (rows, out), (rank, into), (out, rank))
+    return (*(torch.randn(*shape, generator=rng).div_(shape[0] ** 0.5).to(dtype) for shape in shapes), 0.5), {}
+
+
 CASES: Mapping[str, Case] = {
     "rms_norm": Case(norm_inputs),
     "gated": Case(gate_inputs),
@@ -205,6 +218,7 @@ CASES: Mapping[str, Case] = {
     "block_linear": Case(references.block_linear_inputs, references.block_linear),
     "expert_products": Case(references.expert_products_inputs, references.expert_products),
     "expert_sum": Case(references.expert_sum_inputs, references.expert_sum),
+    "wide_product": Case(wide_product_inputs, torch.matmul),
     "float32_linear": Case(float32_linear_inputs, lambda x, weight: x @ weight.T),
     "quantised_linear": Case(quantised_linear_inputs, times_quantised),
     "quantised_back": Case(quantised_back_inputs, lambda dy, weight: dy @ weight.dequantised(torch.float32).double()),
@@ -213,6 +227,7 @@ CASES: Mapping[str, Case] = {
     "trained_rms_norm": Case(norm_inputs, gradient=True),
     "trained_swiglu": Case(swiglu_inputs, gradient=True),
     "trained_rotation": Case(rotation_inputs, gradient=True),
+    "low_rank_gradients": Case(low_rank_inputs),
 }
 ON = {kind: torch.device(kind) for kind in ("cpu", "cuda") if kind == "cpu" or torch.cuda.is_available()}
 

@@ -13,8 +13,8 @@ from verl.algorithms.sections import POLICY
 from verl.chat import load_tokenizer
 from verl.chat.bridge import plain_text
 from verl.config.tree import changed
+from verl.data.feedback import Feedback
 from verl.data.formats import FEEDBACK
-from verl.data.render import Feedback
 from verl.model_engine.hf_model import load_causal_lm
 from verl.types import Refs, Sampling, Score, Task, Trajectory, with_task
 

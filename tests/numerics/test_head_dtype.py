@@ -82,7 +82,7 @@ def rollout(config: Any, module: Any, float32_head: bool) -> EngineCore:
     return core
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gemma2"])
 def test_the_rollout_multiplies_in_float32_and_takes_each_version(name: str) -> None:
     """Also the second version, which is written over the first one: no copy of the head is left behind."""
     core, hidden = rollout(CONFIGS[name], reference(CONFIGS[name], BF16), True), None

@@ -3,12 +3,15 @@
 import pytest
 import torch
 from facts import use_chunks, use_facts
+from on_device import DEVICE, ON_CPU
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl.accel.devices import DEVICES
+from verl.accel.linear import Plain
+from verl.accel.plain import plain_wide_product
 from verl.nn import linear_logprob as module
-from verl.nn.linear_logprob import linear_logprob
+from verl.nn.linear_logprob import HeadGradients, linear_logprob
 
 F64 = torch.float64
 
@@ -104,6 +107,44 @@ def test_bfloat16_hidden_states_give_float32_log_probs(inputs):
     reference = dense(hidden.bfloat16().double(), weight.bfloat16().double(), None, targets, temperature)
     torch.testing.assert_close(lp.double(), reference[0], rtol=0.02, atol=0.1)
     assert (lp <= 0).all() and (entropy >= 0).all()
+
+
+def error_of_a_head_gradient(device="cpu"):
+    """The relative error of a gradient of the head, against float64 of the same bfloat16 numbers."""
+    torch.manual_seed(0)
+    dz, hidden = (torch.randn(256, n, device=device).bfloat16() for n in (400, 64))
+    head = torch.zeros(400, 64, dtype=torch.bfloat16, device=device)
+    sums = HeadGradients(hidden, head.float(), None, torch.float32, (True, False))
+    sums.add(slice(0, 0), dz[:0].float(), hidden[:0], head, torch.ones(0, dtype=torch.bool, device=device))
+    sums.add(slice(0, 256), dz.float(), hidden, head, torch.ones(256, dtype=torch.bool, device=device))
+    found = sums.found(head.float(), None)[1]
+    exact = dz.double().T @ hidden.double()
+    return float((found - exact).norm() / exact.norm())
+
+
+def test_gradients_of_a_half_precision_head_are_float32_by_a_kernel_that_does_so(monkeypatch):
+    rounded = error_of_a_head_gradient()
+
+    def wide(a, b):
+        assert a.shape[1], "the device's product was not run with no rows"
+        return plain_wide_product(a, b)
+
+    monkeypatch.setattr(module, "wide_kernel", lambda device, dtype: wide if dtype == torch.bfloat16 else None)
+    assert error_of_a_head_gradient() < 1e-6 < 1e-3 < rounded
+
+
+def test_half_precision_logits_are_those_of_the_rollout_whatever_the_device_has(monkeypatch):
+    """A sampler of bfloat16 logits draws from another distribution than that of float32 ones."""
+    monkeypatch.setattr(module, "wide_kernel", lambda device, dtype: plain_wide_product)
+    hidden, weight = torch.randn(256, 64).bfloat16(), torch.randn(400, 64).bfloat16()
+    sampled = Plain(weight, None)(hidden).float()  # the head of a rollout without a kernel of its own, as on a GPU
+    assert torch.equal(module.chunk_logits(hidden, weight, None, torch.ones(256), 0.0), sampled)
+
+
+@pytest.mark.skipif(ON_CPU, reason="a CPU converts both factors")
+@pytest.mark.on_device
+def test_a_half_precision_head_has_float32_gradients_on_a_gpu():
+    assert error_of_a_head_gradient(str(DEVICE)) < 1e-4
 
 
 class LargestTensor(TorchDispatchMode):

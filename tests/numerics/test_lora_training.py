@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from causal_models import build
+from causal_models import OWN, build
 from each import each
 from safetensors.torch import load_file
 from test_engine import NLL, batch_of, engine, make, params, samples
@@ -33,15 +33,20 @@ from verl.model_engine.options import EXPERT_FACTORS, Options
 from verl.model_engine.passes import ReplicaWeights
 from verl.model_engine.sibling import build_sibling
 from verl.model_engine.torch_engine import build as build_engine
+from verl.nn import joint
 from verl.nn.expert_lora import has_factors
-from verl.nn.lora import LowRank, with_low_ranks
+from verl.nn.lora import LowRank, with_low_ranks, with_product
 from verl.objective import Term, TermValue
 from verl.parameter_set import ParameterSet, is_experts
+from verl.rollout.native.architecture import ARCHITECTURES
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.role import RoleSpec, build_roles
 
 SPEC = LoraSpec(rank=4, alpha=8.0)
-FAMILIES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3", "gpt2", *EXPERT_FACTORS)
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "qwen3_5_text", "gemma2", "gemma3_text", "mistral", "olmo2", "phi3", "gpt2"),
+    *EXPERT_FACTORS,
+)
 
 
 @pytest.fixture
@@ -113,16 +118,18 @@ def padded(rows):
 
 
 @each("family", FAMILIES)
-def test_outputs_and_gradients_are_those_of_peft(peft, family):
+def test_outputs_and_gradients_are_those_of_peft(peft, family, monkeypatch):
     """Packed with shared prompts, packed alone and padded. In float64, but for the norms of transformers and for fused
     experts."""
-    model, dtype = build(family), "float32" if family in EXPERT_FACTORS else "float64"
-    rows, spec = samples(), SPEC
+    states = OWN["qwen3_next"] if family == "qwen3_5_text" else {}  # a layer of each kind
+    rows, spec, exact = samples(), SPEC, family not in (*EXPERT_FACTORS, "qwen3_5_text")
+    model, dtype = build(family, **states), "float64" if exact else "float32"
     if family in EXPERT_FACTORS:  # a rank of 3 is multiplied expert by expert
         spec = replace(SPEC, targets=["all-linear", "experts"], rank=3 if family == "mixtral" else 4)
         if family == "qwen3_next":  # PEFT takes layers of the shared expert for those of experts
             spec = replace(spec, exclude=[f"shared_expert.{name}_proj" for name in ("gate", "up", "down")])
     for mode, share in (("auto", True), ("auto", False), ("padded", False)):
+        monkeypatch.setattr(joint, "_WORTH", 4 if share else 0)  # factors are added to outputs, and to weights
         ours = trained(model, spec, attention_mode=mode, dtype=dtype)
         theirs, (ids, labels) = as_peft(peft, ours, model, spec).to(getattr(torch, dtype)), padded(rows)
         logits = theirs(input_ids=ids).logits[:, :-1]
@@ -142,6 +149,12 @@ def test_outputs_and_gradients_are_those_of_peft(peft, family):
         for name, grad in expected.items():
             atol = 4e-6 if "linear_attn" in name else 1e-6  # the norm on a delta net's output amplifies
             torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_each_family_of_the_native_engine_is_compared_with_peft():
+    """Those that read images are in test_vision_lora.py."""
+    read_text = {name for name, one in ARCHITECTURES.items() if one.axes == "one" or one.delta != "none"}
+    assert read_text <= {*FAMILIES}
 
 
 def test_rank_stabilised_scale(peft):
@@ -164,6 +177,60 @@ def test_an_update_changes_the_factors_and_nothing_else(experts):
     changed = {name for name, p in params(ours).items() if not torch.equal(p, before[name])}
     assert changed == {name for name in before if is_factor(name)}
     assert {p for p in ours.optimizer.parameters} == {p for n, p in ours.model.named_parameters() if is_factor(n)}
+
+
+def test_factors_are_added_over_the_output_of_a_layer():
+    """Its results and gradients are those of the plain sum; a layer whose results are kept for the backward pass has a
+    new tensor."""
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(size, generator=draw).requires_grad_() for size in ((2, 7, 16), (24, 16), (4, 16), (24, 4))]
+    x, weight, a, b = given
+    found = []
+    for over in (False, True):
+        output = torch.nn.functional.linear(x, weight)
+        y = with_product(output, x, a, b, 0.5, over=over)
+        assert (y.data_ptr() == output.data_ptr()) == over
+        found.append((y, *torch.autograd.grad(y.square().sum(), given)))
+    for plain, written in zip(*found, strict=True):
+        torch.testing.assert_close(written, plain, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        frozen = with_product(torch.nn.functional.linear(x, weight), x, a, b, 0.5, over=True)
+    assert torch.equal(frozen, found[1][0])
+
+
+@each("dtype", (torch.float32, torch.bfloat16))
+def test_the_gradient_through_a_frozen_layer_and_its_factors_is_one_sum(dtype):
+    """In bfloat16 of autocast the outputs have the bits of the plain sum, which rounds both products."""
+    draw = torch.Generator().manual_seed(0)
+    given = [torch.randn(size, generator=draw) for size in ((2, 7, 16), (4, 16), (24, 4), (24, 16))]
+    (x, a, b), layer = (t.requires_grad_() for t in given[:3]), torch.nn.Parameter(given[3], requires_grad=False)
+    found, close = [], 1e-5 if dtype == torch.float32 else 2e-2
+    for more in ({}, {"over": True, "weight": layer}):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=dtype != torch.float32, cache_enabled=False):
+            y = with_product(torch.nn.functional.linear(x, layer), x, a, b, 0.5, **more)
+        assert y.dtype == dtype and not (more and y.grad_fn.next_functions[0][0]), "the layer's product has no gradient"
+        found.append((y, *torch.autograd.grad(y.square().sum(), (x, a, b))))
+    for i, (plain, one) in enumerate(zip(*found, strict=True)):
+        assert plain.dtype == one.dtype and (dtype == torch.float32 or i or torch.equal(plain, one))
+        torch.testing.assert_close(one / plain.abs().max(), plain / plain.abs().max(), rtol=0, atol=close)
+
+
+def test_a_bias_beside_a_frozen_weight_keeps_its_gradient():
+    ours = engine(make(), lora=SPEC)
+    layer = next(m for m in ours.model.modules() if type(m) is torch.nn.Linear and hasattr(m, "lora_A"))
+    layer.bias = torch.nn.Parameter(layer.weight.new_zeros(layer.out_features))
+    layer(layer.weight.new_ones(3, layer.in_features)).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full_like(layer.bias, 3.0))
+
+
+@each("how", ("selective", "full"))
+def test_checkpointed_layers_have_the_gradients_of_those_that_are_kept(how):
+    model = make()
+    wanted, found = (
+        gradients(trained(model, gradient_checkpointing=one), batch_of(samples())) for one in ("none", how)
+    )
+    for name, grad in wanted.items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-5, atol=1e-6)
 
 
 def test_training_starts_at_the_base():
@@ -361,13 +428,14 @@ def test_averages_are_of_the_factors():
 def test_an_adapter_with_values_that_are_not_finite_is_refused(tmp_path):
     base = tmp_path / "base"
     make().save_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base)
-    ours = trained(model)
-    with torch.no_grad():
-        next(p for n, p in ours.model.named_parameters() if n.endswith(B))[0, 0] = float("nan")
-    HfExport(base).write(tmp_path / "hf", ours.exported(), ours.exported_set)
-    with pytest.raises(Refused, match=r"lora_B.weight has values that are not finite"):
-        engine(model, lora=LoraSpec(path=str(tmp_path / "hf")), base=base)
+    for factor, value in ((A, float("nan")), (B, 1e300)):  # the second is infinite in float32
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32 if factor == A else torch.float64)
+        ours = trained(model, dtype="float32" if factor == A else "float64")
+        with torch.no_grad():
+            next(p for n, p in ours.model.named_parameters() if n.endswith(factor))[0, 0] = value
+        HfExport(base).write(tmp_path / factor, ours.exported(), ours.exported_set)
+        with pytest.raises(Refused, match=rf"{factor}.weight has values that are not finite; take an earlier"):
+            engine(model, lora=LoraSpec(path=str(tmp_path / factor)), base=base)
 
 
 def test_an_adapter_is_one_file_however_many_factors_it_has(tmp_path, monkeypatch):

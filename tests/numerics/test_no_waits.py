@@ -100,7 +100,9 @@ def test_the_kernels_of_triton_are_launched_without_a_read(name, dtype, policy, 
     by_dtype = [dict.fromkeys(fused._DTYPES, f) for f in (training.fused_rms_norm, training.fused_swiglu)]
     rotation = dict.fromkeys(fused._DTYPES, training.fused_rotation)
     monkeypatch.setattr(
-        fused, "trained_ops", lambda device, hidden, *, recomputes: fused.TrainedOps(*by_dtype, rotation, recomputes)
+        fused,
+        "trained_ops",
+        lambda device, hidden, *, recomputes, joint: fused.TrainedOps(*by_dtype, rotation, recomputes, {}),
     )
     check_passes(name, dtype, policy)
     assert {*launched} == {*kernels}

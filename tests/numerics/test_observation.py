@@ -12,9 +12,10 @@ from passes import turn
 from test_virtual_ranks import config_of, samples
 
 from verl.algorithms.resolve import resolve
-from verl.batch import OBSERVED, observed, pack
+from verl.batch import pack
 from verl.config.tree import changed
 from verl.model_engine.hf_model import load_causal_lm
+from verl.observed import OBSERVED, observed
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.rows import columns_of, observed_tokens, queued_samples
 from verl.types import TEMPLATE, Segment

@@ -5,15 +5,22 @@ import math
 
 import pytest
 import torch
+from causal_models import build
 from torch import nn
 
 from verl.accel.devices import DEVICES
+from verl.config.schema import Config
+from verl.config.tree import changed
 from verl.model_engine import optimizer_table, update_rules
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.optimizer_table import BLOCK, OPTIMIZERS, faults
 from verl.model_engine.optimizers import make_optimizer, role_of
-from verl.model_engine.update_rules import from_codes, to_codes
+from verl.model_engine.settings import EngineSettings
+from verl.model_engine.torch_engine import TorchEngine
+from verl.model_engine.update_rules import ByRule, from_codes, to_codes
 from verl.nn.quant import code_values
+from verl.planner.updates import update_text
 
 STEPS = 20
 WIDE, HEADS = 64, 4
@@ -333,6 +340,32 @@ def test_every_row_of_the_table_can_be_built_and_moves_every_parameter():
         for p in optimizer.parameters:  # what a checkpoint is loaded into is what a step makes
             fresh = {key: (t.shape, t.dtype) for key, t in optimizer.begin(p).items()}
             assert fresh == {key: (t.shape, t.dtype) for key, t in optimizer.state[p].items()}, name
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2_moe", "gpt2"])
+def test_a_plan_counts_what_an_optimizer_updates_otherwise(kind, tmp_path):
+    """Tensors with one dimension are not Muon's, and small ones have no moments in 8 bits: a line says how many."""
+    model, few = build(kind), 0
+    model.save_pretrained(tmp_path)
+    model.requires_grad_()
+    for name in ("muon", "apollo_mini", "adamw_8bit"):
+        optimizer = make_optimizer(model, OptimSpec(lr=1e-3, name=name), model.config)
+        by_rule = {
+            p for part in optimizer._parts if isinstance(part, ByRule) for g in part.param_groups for p in g["params"]
+        }
+        text = update_text(changed(Config(), {"model.path": str(tmp_path), "optim.name": name}))
+        total = sum(p.numel() for p in model.parameters())
+        if name == "adamw_8bit":
+            few = sum(p.numel() for p in by_rule if optimizer.begin(p)["exp_avg"].dtype == torch.float32)
+            assert f"the moments of {few:,} of {total:,} values stay float32" in text, text
+        else:
+            own = sum(p.numel() for p in by_rule)
+            assert f"{own:,} values; adamw for the other {total - own:,}" in text and 0 < own < total, text
+    assert kind != "qwen2_moe" or 0 < few < total, "the experts of a layer are one tensor, of 4,096 values"
+    ours = changed(Config(), {"model.path": str(tmp_path), "optim.name": "adamw_8bit", "model.lora": {"rank": 2}})
+    engine = TorchEngine(model, EngineSettings(optim=OptimSpec(lr=1e-3), dtype="float32", lora=LoraSpec(rank=2)))
+    factors = sum(p.numel() for p in engine.local.trained_parameters().values())
+    assert f"of {factors:,} of {factors:,} values" in update_text(ours)
 
 
 def test_the_norm_of_an_update_of_apollo_grows_slowly():

@@ -22,13 +22,11 @@ from verl.objective import Term
 from verl.recipes import arithmetic
 from verl.types import Sample, Segment
 
-ROWS, EVERY = 64, 5
+ROWS, EVERY, AT_MOST = 64, 5, 200
 GOAL = 0.75
 """Nats per token on rows that are not trained."""
 LR = 3e-3
 """AdamW's learning rate."""
-NAMES = ("adamw_8bit", "muon", "adam_mini", "apollo", "apollo_mini")
-"""At multiples of this rate, those of the table."""
 
 
 def rows_of(tokenizer: Any, count: int, seed: int) -> list[Sample]:
@@ -51,26 +49,37 @@ def batch_of(rows: Sequence[Sample]) -> Batch:
     return batch.with_columns({"w/nll": weight})
 
 
-def steps_to_learn(tokenizer: Any, rows: Sequence[Sample], name: str, lr: float, at_most: int) -> int:
-    """The optimizer steps, a multiple of EVERY, after which the goal is reached; more than `at_most` if it is not.
+def steps_to_learn(tokenizer: Any, rows: Sequence[Sample], name: str, lr: float) -> int:
+    """The optimizer steps, a multiple of EVERY, after which the goal is reached; more than AT_MOST if it is not.
     rows: those that are not trained, then the others"""
     held, *batches = [batch_of(rows[i : i + ROWS]) for i in range(0, len(rows), ROWS)]
     model = tiny.qwen3(tokenizer, hidden=64, layers=2, ffn=192)
     engine = TorchEngine(model, EngineSettings(optim=OptimSpec(lr=lr, name=name, warmup_steps=10), dtype="float32"))
-    for step in range(1, at_most + 1):
+    for step in range(1, AT_MOST + 1):
         engine.forward_backward(batches[(step - 1) % len(batches)], [Term(name="nll", fn=nll)])
         engine.optim_step()
         if step % EVERY == 0 and -float(engine.infer(held, ("logprobs",))["logprobs"].mean()) <= GOAL:
             return step
-    return at_most + 1
+    return AT_MOST + 1
+
+
+def steps_of(name: str) -> int:
+    """The steps in the sum over four orders of data: of one alone, rounding moves them by a tenth."""
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    held, lr = rows_of(tokenizer, ROWS, 77), LR * OPTIMIZERS[name].lr_factor
+    orders = ([*held, *rows_of(tokenizer, 60 * ROWS, seed)] for seed in (1000, 2000, 3000, 4000))
+    return sum(steps_to_learn(tokenizer, rows, name, lr) for rows in orders)
+
+
+@pytest.fixture(scope="module")
+def usual() -> int:
+    """AdamW's steps."""
+    return steps_of("adamw")
 
 
 @pytest.mark.slow
-def test_each_optimizer_learns_within_a_third_more_steps_than_adamw() -> None:
-    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
-    rows = [*rows_of(tokenizer, ROWS, 77), *rows_of(tokenizer, 60 * ROWS, 1000)]
-    usual = steps_to_learn(tokenizer, rows, "adamw", LR, 200)
-    assert 50 < usual <= 150, "the task is learned, and not at once"
-    limit = int(1.3 * usual)
-    found = {name: steps_to_learn(tokenizer, rows, name, LR * OPTIMIZERS[name].lr_factor, limit) for name in NAMES}
-    assert all(steps <= limit for steps in found.values()), (usual, found)
+@pytest.mark.parametrize("name", ["adamw_8bit", "muon", "adam_mini", "apollo", "apollo_mini"])
+def test_each_optimizer_learns_within_a_third_more_steps_than_adamw(name: str, usual: int) -> None:
+    """At the multiple of AdamW's rate that the table gives for it."""
+    assert 200 < usual <= 600, "the task is learned, and not at once"
+    assert 3 * steps_of(name) <= 4 * usual

@@ -23,19 +23,7 @@ from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
 from verl.algorithms.specs import AGGREGATIONS
 from verl.algorithms.weights import term_weights, weight_column
-from verl.batch import (
-    OBSERVED,
-    Batch,
-    Columns,
-    around,
-    loss_index,
-    make_microbatches,
-    observed,
-    pack,
-    segment_sum,
-    select_rows,
-    unshare,
-)
+from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows, unshare
 from verl.model_engine.lm_head import Teacher
 from verl.model_engine.objective import evaluate_terms, surrogate
 from verl.model_engine.optim import OptimSpec
@@ -43,6 +31,7 @@ from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import HeadWeights, top_k
 from verl.objective import Term, TermValue
+from verl.observed import OBSERVED, around, observed
 from verl.transfer_queue.rows import columns_of as row_columns
 from verl.transfer_queue.rows import observed_tokens
 from verl.types import Metric, Refs, Sample, Segment, merge_metrics, ref_of

@@ -3,36 +3,28 @@ those of transformers, row by row."""
 
 from __future__ import annotations
 
-import asyncio
 import copy
-from collections.abc import Iterable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from rollouts import context_of, source_of
+from media_rollouts import Content, compare_rollouts
+from rollouts import context_of
 from torch import Tensor
 from videos import GRIDS, clip_of, own_logprobs, pictures, qwen_inputs, rows, seen, video_model
 
 from verl.algorithms.losses import nll
 from verl.batch import pack
-from verl.media_tokens import Picture
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models.clips import CLIPS, clip_places
-from verl.models.families import FAMILIES, banned_ids
+from verl.models.families import FAMILIES
 from verl.models.multimodal import with_pictures
 from verl.objective import Term
-from verl.rollout import hf
-from verl.rollout.base import GenerateRequest
 from verl.rollout.embedded.images import ImageReader
-from verl.rollout.native.engine import build
-from verl.rollout.native.options import Options
 from verl.rollout.vllm_images import vllm_features
-from verl.types import Sample, Sampling, Segment
 
 PATHS: dict[str, dict[str, Any]] = {
     "shared": {},
@@ -111,67 +103,19 @@ def test_the_places_of_frames() -> None:
     assert places.tolist() == [[0, 0, 2, 3, 4, 5, 5], [0, 0, 2, 3, 4, 5, 5], [0, 1, 2, 3, 4, 5, 6]] and end == 7
 
 
-class Content:
-    """The images and videos of a family, as an engine reads them."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def of(self, names: Iterable[str]) -> dict[str, Picture]:
-        return {name: pictures(self.kind)[name] for name in names}
-
-
 @pytest.mark.parametrize("engine", ["native", "passes that end inside a video", "hf"])
 @pytest.mark.parametrize("kind", CLIPS)
 def test_rollouts_have_the_logprobs_of_transformers_and_of_the_trainer(kind: str, engine: str) -> None:
     """A group reads its video once, and no placeholder is sampled."""
-    context = context_of(made(kind).config, max_context_tokens=128, pictures=Content(kind))
     prompts = [seen(kind, [1, 2, 3], "cut"), seen(kind, [4, 5], "cat", "long"), seen(kind, [6, 7])]
-    banned = banned_ids(made(kind).config)
-    given = [
-        GenerateRequest(
-            f"{i}/{j}",
-            prompt.ids,
-            Sampling(max_tokens=8, seed=2 * i + j, ignore_eos=True, banned=banned),
-            media=prompt.media,
-        )
-        for i, prompt in enumerate(prompts)
-        for j in range(2)
-    ]
-
-    async def run() -> None:
-        if engine == "hf":
-            rollout = hf.build(hf.Options(), context, max_prefill_tokens=64)
-        else:
-            rollout = build(Options(max_prefill_tokens=8192 if engine == "native" else 5), context)
-        await rollout.load_weights(source_of(made(kind)))
-        answers = await asyncio.gather(*map(rollout.generate, given))
-        if engine != "hf":
-            assert rollout.stats()["encoded_images"] == len(GRIDS)
-            assert rollout.stats()["prefill_tokens"] == sum(len(prompt.ids) for prompt in prompts)
-        await rollout.close()
-        samples, module = list[Sample](), copy.deepcopy(made(kind))
-        for request, answer in zip(given, answers, strict=True):
-            segments = (
-                Segment(ids=request.prompt_ids, source="prompt", media=request.media),
-                Segment(ids=answer.ids, source="sampled", logprobs=answer.logprobs, version=0),
-            )
-            names = {"sample_id": request.id, "trajectory_id": request.id, "group_id": request.id}
-            samples.append(Sample(**names, purpose="train", segments=segments, banned=True))
-            assert not {*banned} & {*answer.ids.tolist()}
-        trainer = TorchEngine(copy.deepcopy(made(kind)), EngineSettings(dtype="float32", banned=banned))
-        batch = with_pictures(pack(samples), pictures(kind), made(kind).config)
-        logprobs = np.concatenate([sample.segments[1].logprobs for sample in samples])  # type: ignore[misc]
-        np.testing.assert_allclose(logprobs, trainer.infer(batch, ("logprobs",))["logprobs"].numpy(), atol=1e-5)
-        for sample in samples:
-            own = own_logprobs(kind, module, sample, banned).detach().numpy()
-            np.testing.assert_allclose(sample.segments[1].logprobs, own, rtol=0, atol=1e-5)
-
-    asyncio.run(run())
+    found = compare_rollouts(engine, made(kind), pictures(kind), prompts, partial(own_logprobs, kind))
+    if engine != "hf":
+        assert found.stats["encoded_images"] == len(GRIDS)
+        assert found.stats["prefill_tokens"] == sum(len(prompt.ids) for prompt in prompts)
 
 
 def test_a_video_is_not_sent_to_vllm_as_an_image() -> None:
-    context = context_of(made("qwen2_5_vl").config, pictures=Content("qwen2_5_vl"))
+    context = context_of(made("qwen2_5_vl").config, pictures=Content(pictures("qwen2_5_vl")))
     prompt = seen("qwen2_5_vl", [1, 2], "cut")
     with pytest.raises(ValueError, match="a video, and vLLM gets images alone"):
         vllm_features(ImageReader(context).of("r", prompt.ids, prompt.media), torch.float32)  # type: ignore[arg-type]

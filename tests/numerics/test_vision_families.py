@@ -211,7 +211,6 @@ def test_a_model_of_these_tests_has_nothing_that_another_test_added() -> None:
         ),
         ({"model_type": "qwen3_omni_moe", "thinker_config": {"a": 1}}, "those with one are qwen2_vl, .*mistral3"),
         ({"model_type": "kimi_vl", "vision_config": {"a": 1}}, "no row for it: its code is that of its folder .trust"),
-        ({"model_type": "kimi_k25", "vision_config": {"a": 1}}, "with torchvision alone, and saves the weights of its"),
     ],
 )
 def test_models_that_read_more_than_text_are_refused_without_a_row(described: dict[str, Any], line: str) -> None:

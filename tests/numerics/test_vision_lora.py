@@ -15,6 +15,7 @@ import pytest
 import torch
 import vision_families
 from rollouts import source_of
+from safetensors.torch import load_file, save_file
 from test_vision_rollout import ENGINES, PROMPTS, made, requests, rows_of
 from transformers import AutoModelForImageTextToText
 from vision import KINDS, own_logprobs, pictures, rows
@@ -140,8 +141,11 @@ def test_layers_of_the_tower_get_no_factors() -> None:
 
 @pytest.mark.parametrize("kind", vision_families.KINDS)
 def test_the_headers_of_a_folder_have_the_layers_of_the_model(kind: str, tmp_path: Path) -> None:
-    """Folders of some families have the names of an older version."""
+    """Folders of some families have the names of an older version, and Kimi's those of Moonshot."""
     model = vision_families.model(kind)
     model.save_pretrained(tmp_path)
+    if kind == "kimi_k25":
+        path = tmp_path / "model.safetensors"
+        save_file({vision_families.published(name): t for name, t in load_file(path).items()}, path, {"format": "pt"})
     targets = LoraLayers(model, LoraSpec(rank=2)).parameters.targets
     assert {*linear_layers(tmp_path)} == {*targets} and not any("vis" in name for name in targets)

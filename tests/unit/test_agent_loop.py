@@ -14,9 +14,10 @@ from fakes import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, RecordedCall, ServerManager, sampling_params_of
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, ServerManager, sampling_params_of
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.driver.checked import check_output
+from verl.recorded import RecordedCall
 from verl.rollout.base import Completion
 from verl.types import Medium, Sampling
 
@@ -450,7 +451,7 @@ def test_what_a_loop_may_not_ask_for():
 
 def test_images_are_refused_by_a_model_without_eyes():
     async def main():
-        with pytest.raises(ValueError, match="no images or videos"):
+        with pytest.raises(ValueError, match="image_data: this model takes no images; leave them out"):
             await manager().generate("r", prompt_ids=PROMPT, sampling_params={}, image_data=["a.png"])
 
     asyncio.run(main())

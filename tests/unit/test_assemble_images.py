@@ -17,6 +17,7 @@ from verl.config.schema import Config
 from verl.data.source import TaskTable
 from verl.driver.assemble_images import refuse_images
 from verl.errors import Refused
+from verl.models.sounds import MARK
 from verl.transfer_queue.media import MemoryMedia
 from verl.types import Task, TaskImage
 
@@ -59,7 +60,11 @@ def test_rows_with_images_and_a_model_that_reads_text_are_refused(folder: Path, 
     same, kin = str(folder), other("kin", model_type="qwen2_vl")
     moved, family = other("moved", image_token_id=58), other("family", model_type="internvl")
     cases: list[tuple[str, Any, str]] = [
-        ("reward", {"model": text}, "reward.model=.*text: a reward model reads .* as text.*row 1 of data.train_files"),
+        (
+            "reward",
+            {"model": text},
+            "reward.model=.*text: it reads text alone, and rows have images.*row 1 of data.train_files",
+        ),
         ("critic", {"path": text}, "critic.path=.*text: it reads text alone"),
         ("teacher", {"path": text}, "teacher.path=.*text: it reads text alone"),
         ("teacher", {"paths": {"a": same, "b": text}}, "teacher.paths.b=.*text: it reads text alone"),
@@ -83,12 +88,16 @@ def test_rows_with_images_and_a_model_that_reads_text_are_refused(folder: Path, 
             refuse_images(built, table(0, 0), [TEXT, SEEN], store)
 
 
-def test_images_of_the_evaluation_alone_need_a_store_and_a_reward_that_gets_them(folder: Path) -> None:
-    config = Config()
+def test_images_of_the_evaluation_alone_need_a_store_and_a_reward_that_gets_them(
+    folder: Path, other: Callable[..., str]
+) -> None:
+    config = replace(Config(), model=replace(Config().model, path=str(folder)))
     refuse_images(config, table(0), [TEXT, SEEN], MemoryMedia())
     with pytest.raises(Refused, match="queue.engine=memory: row 1 of data.eval_files has images, .* stores none. Fix"):
         refuse_images(config, table(0), [TEXT, SEEN], None)
     judged = replace(config, reward=replace(config.reward, model=str(folder)))
+    refuse_images(judged, table(0), [TEXT, SEEN], MemoryMedia())
+    judged = replace(config, reward=replace(config.reward, model=other("text", model_type="qwen3")))
     with pytest.raises(Refused, match="reward.model=.*row 1 of data.eval_files"):
         refuse_images(judged, table(0), [TEXT, SEEN], MemoryMedia())
 
@@ -98,7 +107,7 @@ def test_videos_for_a_server_and_for_models_that_read_them_otherwise_are_refused
 ) -> None:
     config, store = Config(), MemoryMedia()
     config = replace(config, model=replace(config.model, path=str(folder)))
-    film = task(3, TaskImage("a.mp4", 1, 1, 0, 4, b"head"))
+    film, heard = task(3, TaskImage("a.mp4", 1, 1, 0, 4, b"head")), task(2, TaskImage("a.wav", 1, 1, 0, 4, MARK))
     refuse_images(config, table(0, 7, head=b"head"), [film], store)
     kin = replace(config, teacher=replace(config.teacher, path=other("kin", model_type="qwen2_vl")))
     refuse_images(kin, table(0, 7), [film], store)
@@ -109,6 +118,8 @@ def test_videos_for_a_server_and_for_models_that_read_them_otherwise_are_refused
     for given, line in (
         ((table(0, 7, head=b"head"), []), "rollout.engine=vllm: row 1 of data.train_files has a video"),
         ((table(0), [SEEN, film]), "rollout.engine=vllm: row 3 of data.eval_files has a video, and a server gets"),
+        ((table(0, 7, head=MARK), []), "rollout.engine=vllm: row 1 of data.train_files has a sound, and a server gets"),
+        ((table(0), [SEEN, heard]), "rollout.engine=vllm: row 2 of data.eval_files has a sound"),
     ):
         with pytest.raises(Refused, match=line):
             refuse_images(served, *given, store)

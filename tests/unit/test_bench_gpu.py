@@ -10,6 +10,7 @@ import pytest
 
 from bench import gpu
 from bench.gpu_parts import TINY, Bench, Row, busy_share, line_of
+from bench.gpu_trl import trl_step
 
 
 @pytest.mark.parametrize("part", ["decode", "prefill", "publish", "update", "idle", "step"])
@@ -24,6 +25,34 @@ def test_a_part_alone_gives_numbers_with_a_limit(part: str, capsys: pytest.Captu
     assert all(row.value and row.value > 0 for row in own), own
     assert own[0].share is not None and own[0].share > 0
     assert all(line_of(row, "tiny") in capsys.readouterr().out for row in own[-1:])
+
+
+WEIGHTS = "float32 weights under bfloat16 autocast"
+
+
+def test_the_step_of_trl_is_measured_where_it_is_installed(tmp_path: Path) -> None:
+    """By a program in place of its interpreter, which writes what that of bench/peers writes."""
+    bench, steps = Bench("tiny", "cpu", TINY), [{"wall_s": s, "rollout_s": s / 2, "update_s": s / 4} for s in (1, 2, 9)]
+    written = json.dumps({"versions": {"trl": "1.16.0"}, "steps": steps})
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\ncp $2 {tmp_path}/given.json && echo '{written}' > $3\n")
+    python.chmod(0o755)
+    found, note = list(trl_step(bench, str(python), tmp_path, 60.0)), f"trl 1.16.0; {WEIGHTS}"
+    assert [(row.what, row.value, row.note) for row in found] == [
+        ("TRL's step", 2, note),
+        ("TRL's rollout", 1, note),
+        ("TRL's update", 0.5, note),
+    ]
+    given = json.loads((tmp_path / "given.json").read_text())
+    assert (given["prompts_per_step"], given["samples_per_prompt"], given["max_response_tokens"]) == TINY.step
+    assert given["device"] == "cpu" and given["rows"] == str(tmp_path / "rows.jsonl")
+    python.write_text("#!/bin/sh\necho 'torch.OutOfMemoryError: CUDA out of memory'; exit 1\n")
+    (failed,) = trl_step(bench, str(python), tmp_path, 60.0)
+    assert failed.value is None and "out of memory" in line_of(failed, "tiny")
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    for left_s, why in ((0.2, "did not end within 0 s"), (-1.0, "no time is left")):
+        (late,) = trl_step(bench, str(python), tmp_path, left_s)
+        assert late.value is None and why in late.note
 
 
 def test_what_would_begin_too_late_is_named(capsys: pytest.CaptureFixture[str]) -> None:

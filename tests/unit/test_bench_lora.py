@@ -50,7 +50,7 @@ def test_updates_with_lora_are_measured_beside_those_of_all_weights(monkeypatch:
 
 def test_steps_beside_trl_are_compared_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
     own, others = ([{"cpu_s": s, "wall_s": 2 * s} for s in every] for every in ((1.0, 2.0, 9.0), (5.0, 6.0, 7.0)))
-    monkeypatch.setattr(lora, "measured_steps", lambda: iter([(8, {"verl": own, "TRL": others})]))
+    monkeypatch.setattr(lora, "measured_steps", lambda: iter([("float32", 8, {"verl": own, "TRL": others})]))
     rows = [*lora.step("tiny")]
     assert [row.value for row in rows] == [3.0, 3.0, 2.0, 6.0] and rows[0].limit == 3.0 and rows[0].met
 
@@ -70,7 +70,7 @@ def test_runs_on_a_quantised_base_are_measured_beside_their_limits(
     asked = list[list[str]]()
     monkeypatch.setattr(lora, "ROOT", tmp_path)
     monkeypatch.setattr(lora_memory, "peak_gib", lambda arguments: asked.append(arguments) or 4.5)
-    grpo, ppo = lora.memory("tiny")
+    (grpo,), (ppo,) = (lora.memory(algorithm, "tiny") for algorithm in ("grpo", "ppo"))
     assert (grpo.limit, ppo.limit) == (4.0, 4.6) and not grpo.met and ppo.met
     for command, *arguments in asked:
         config = load_config(arguments).config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench import vlm
+from bench import vlm, vlm_runs
 
 
 def test_a_group_with_an_image_is_measured_beside_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +28,14 @@ def test_a_step_is_compared_by_its_medians(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(vlm, "measured_pictures", lambda: {"verl": own, "TRL": others})
     cpu, wall, *each = vlm.step("tiny")
     assert (cpu.value, cpu.limit, wall.value) == (4.0, 4.0, 4.0) and cpu.met and [row.value for row in each] == [2, 8]
+
+
+def test_the_time_of_media_is_that_in_which_nothing_else_computes() -> None:
+    media, others = [(0.0, 3.0), (2.0, 4.0), (8.0, 9.0)], [(1.0, 2.5), (8.0, 8.5)]
+    assert vlm_runs.length_of(media, 0.5, 10.0) == 4.5 and vlm_runs.length_of(media, 0.5, 10.0, others) == 2.5
+
+
+def test_the_start_on_rows_with_images_is_measured() -> None:
+    cpu, wall, grown, again = vlm_runs.started("tiny")
+    assert "100 rows" in cpu.what and (cpu.limit, again.limit) == (5.0, 5.0)
+    assert wall.value > 0 and again.value > 0 and grown.limit == 256.0

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from verl.chat.audited import audited_once
 from verl.chat.conversation import render_conversation
+from verl.chat.encoding import encoded_text
 from verl.chat.template import RowRefused, audit_template, render_prompt
 
 CHATML = (
@@ -426,3 +427,34 @@ def test_a_greeting_is_context() -> None:
     messages = [{"role": "assistant", "content": "Hello"}, *conversation("Hi", "A")]
     rows = render_conversation(tokenizer_of("chatml"), messages, audit_of("chatml"), template_kwargs={})
     assert trained("chatml", rows) == ["A<|im_end|>"]
+
+
+def test_ids_of_a_text_are_those_of_the_tokenizers_call() -> None:
+    tokenizer = tokenizer_of("chatml")
+    texts = [
+        "",
+        "six times seven",
+        f"a{tokenizer.eos_token}b {tokenizer.eos_token}",
+        "é\u4e2d\U0001f600\n\t  x",
+        "x" * 5000,
+    ]
+
+    def check(one: Any) -> list[int]:
+        for text in texts:
+            called = one(text, add_special_tokens=False)["input_ids"]
+            assert encoded_text(one, text).tolist() == list(called), text[:20]
+            assert encoded_text(one, text).dtype == np.int64
+        return encoded_text(one, texts[2]).tolist()
+
+    class Own(type(tokenizer)):  # type: ignore[misc]
+        def _encode_plus(self, text: Any, *given: Any, **more: Any) -> Any:
+            return super()._encode_plus(f"{text}!", *given, **more)
+
+    plain = check(tokenizer)
+    split, cut, own = (copy.deepcopy(tokenizer) for _ in range(3))
+    split.split_special_tokens = True
+    assert check(split) != plain, "a special token in a text is text"
+    cut.backend_tokenizer.enable_truncation(2)
+    assert check(cut) == plain, "the call ends a truncation of the file"
+    own.__class__ = Own
+    assert check(own) != plain

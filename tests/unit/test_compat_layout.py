@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 
 import pytest
@@ -51,6 +52,58 @@ def test_with_the_devices_it_is_mapped(monkeypatch):
     assert said(*EIGHT, "cluster.backend=inproc") == {"cluster.backend": "inproc"}
     monkeypatch.setattr(layout, "find_spec", lambda name: None)
     assert said(*EIGHT) == {}, "without Ray a script still runs"
+
+
+def test_an_interpreter_of_the_models_means_processes_of_this_machine(monkeypatch):
+    sizes = [f"{ACTOR}megatron.{of}_model_parallel_size=2" for of in ("tensor", "pipeline")]
+    there = HERE | {"cluster.backend": "processes", "parallel.tensor": 2, "parallel.pipeline": 2}
+    for devices in (0, 8):
+        monkeypatch.setattr(layout, "local_gpus", lambda devices=devices: devices)
+        assert said(*EIGHT, *sizes, "model_engine=megatron", "model.python=/p/python") == there
+    assert said(*EIGHT, "model.python=/p", "cluster.backend=inproc") == {"cluster.backend": "inproc"}
+
+
+def test_several_nodes_imply_no_processes_and_the_refusal_has_a_way_out():
+    python, fix = "model.python=/p", "start Ray and verl in an environment that has the model engine's package, or set"
+    for where, more in (("2 nodes", TWO_NODES), ("cluster.address=h:1", (*EIGHT, "cluster.address=h:1"))):
+        with pytest.raises(
+            ValueError, match=rf"^model\.python=/p with {where}: [^\n]*{fix} model\.engine=torch[^\n]*$"
+        ):
+            translate([*more, "model_engine=megatron", python])
+    assert said(*EIGHT, python)["cluster.backend"] == "processes"
+
+
+def test_offload_is_an_option_of_the_engine_that_reads_it(monkeypatch):
+    monkeypatch.setattr(layout, "local_gpus", lambda: 8)
+    keys = {f"{ACTOR}{{}}.param_offload": "weights", f"{ACTOR}{{}}.optimizer_offload": "optimizer"}
+    keys["actor_rollout_ref.ref.{}.param_offload"] = "frozen"
+    sections = {"fsdp_config": "torch", "megatron": "megatron", "veomni": "veomni"}
+    for (form, part), (section, reader) in itertools.product(keys.items(), sections.items()):
+        key = f"{form.format(section)}=True"
+        for engine in (None, "fsdp", "veomni", "megatron"):
+            name = {None: "torch", "fsdp": "torch"}.get(engine, engine)
+            found = translate([key, *([] if engine is None else [f"model_engine={engine}"])])
+            options = {s.key: s.value for s in found.settings if "offload" in s.key}
+            assert options == ({f"model.engine_options.offload_{part}": True} if name == reader else {}), (key, engine)
+            note = f"ignored (not read with model.engine={name}): {key}"
+            assert (note in render_notes(found.notes)) == (name != reader), (key, engine)
+    key = f"{ACTOR}fsdp_config.param_offload=True"
+    own = "model.engine_options.offload_weights"
+    assert own in {s.key for s in translate([key, "model_engine=megatron", "model.engine=sharded"]).settings}
+
+
+def test_sizes_that_one_engine_has_are_its_options():
+    stages, chunks, shares = (
+        f"{ACTOR}megatron.{of}_parallel_size=2" for of in ("pipeline_model", "virtual_pipeline_model", "expert_tensor")
+    )
+    own = {"model.engine_options.virtual_stages": 2, "model.engine_options.expert_tensor": 2}
+    for engine, several, read in (("megatron", True, True), ("fsdp", True, False), ("megatron", False, False)):
+        script = [*EIGHT, stages, chunks, shares, f"model_engine={engine}"]
+        found = translate([*script, *(["cluster.backend=processes"] if several else [])])
+        options = {s.key: s.value for s in found.settings if "engine_options" in s.key}
+        assert options == (own if read else {}), (engine, several)
+        ignored = [line for line in render_notes(found.notes).splitlines() if line.startswith("ignored")]
+        assert all(any(key in line for line in ignored) == (not read) for key in (chunks, shares))
 
 
 def test_a_named_cluster_is_used(monkeypatch):

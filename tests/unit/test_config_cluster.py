@@ -62,6 +62,21 @@ def faults(folder: Path, *args: str, command: str = "train", model: str = "model
     return []
 
 
+def test_routes_that_no_engine_would_replay_are_refused(folder: Path) -> None:
+    key = "rollout.engine_options.replay_routes=true"
+    assert not faults(folder, key, model="moe")
+    assert faults(folder, *FOUR, "parallel.expert=2", key, model="moe") == []
+    for model, args, why in (
+        ("eight", (), "is a mixtral, whose routers are not known"),
+        ("moe", ("model.engine_options.attention=padded",), "set model.engine_options.attention=auto"),
+        ("moe", (*FOUR, "parallel.pipeline=2"), "with parallel.pipeline=2: a stage takes no routes"),
+        ("moe", (*FOUR, "model.engine=veomni"), "with model.engine=veomni: it takes no routes; set model.engine=torch"),
+        ("moe", ("rollout.engine=hf",), "replay_routes is an option of rollout.engine=native"),
+    ):
+        found = [line for line in faults(folder, *args, key, model=model) if "routes" in line]
+        assert len(found) == 1 and why in found[0], (args, found)
+
+
 DISK = ("sync.engine=disk", "sync.engine_options.folder=/shared")
 FAULTS = [
     # a layout

@@ -77,6 +77,7 @@ FAULTS = [
     ([f"{NOISE}start=0.1"], "its stages are tenths of the run; set run.total_steps"),
     ([f"{NOISE}start=0.1", f"{NOISE}end=0.2", "run.total_steps=9"], "noise falls during a run; swap them"),
     ([f"{NOISE}start=0"], "must be > 0"),
+    (["rollout.engine_options.replay_routes=true"], "has no experts; leave it out"),
     (["rollout.engine=hf", f"{NOISE}start=0.1"], "The options of the hf engine are none"),
     (["rollout.engine=vllm", f"rollout.python={sys.executable}", f"{NOISE}start=0.1"], "unknown"),
     (["rollout.engine_options.draft_token=4"], "The options of the native engine are "),

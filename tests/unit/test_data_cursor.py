@@ -44,6 +44,18 @@ def test_given_back_draws_come_first_and_keep_their_number() -> None:
     assert cursor.next().draw == 7
 
 
+def test_the_draws_that_come_are_known_and_not_drawn() -> None:
+    cursor = Cursor(5, seed=1)
+    drawn = take(cursor, 4)
+    for k in (3, 1):
+        cursor.give_back(drawn[k])
+    before, coming = cursor.state(), cursor.coming(9)
+    assert cursor.state() == before and [d.draw for d in coming] == [1, 3, 4, 5, 6, 7, 8, 9, 10]
+    assert take(cursor, 9) == coming and cursor.coming(0) == []
+    chosen = Cursor(4, 0, curriculum=Curriculum(4, 0, np.ones_like))
+    assert take(chosen, 3) and [d.draw for d in chosen.coming(4)] == [3], "those of an epoch are chosen at its begin"
+
+
 # n: next · b: give back one in flight · t: one is trained · s: save and restore · l: all in flight come back, restore
 ACTIONS = st.lists(st.tuples(st.sampled_from("nnnbtsl"), st.integers(0, 30)), max_size=80)
 

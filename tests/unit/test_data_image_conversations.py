@@ -166,7 +166,7 @@ IN_ANSWER = [turn("user", "q"), turn("assistant", [{"type": "image", "image": "c
             "jsonl:1: the messages have places for 1 images, and there are 2",
         ),
         (talk("<image>a", "b", images=["gone.png"]), load_conversations, "jsonl:1: image 1: no file .*gone.png"),
-        (talk("a", "b", videos=["a.mp4"]), load_conversations, "jsonl:1: videos in the column 'videos'. Videos are"),
+        (talk("a", "b", videos=["gone.mp4"]), load_conversations, "jsonl:1: video 1: no file .*gone.mp4"),
         ({"text": "a", "images": ["cat.png"]}, load_conversations, "jsonl:1: 'images' holds 1 item"),
         ({"chosen": "ab", "rejected": "ac", "images": ["cat.png"]}, load_pairs, "jsonl:1: 'images' holds 1 item"),
     ],

@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 import os
 import re
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +24,16 @@ from PIL import Image
 from vision import END, IMAGE, START, chat_folder, encoded, image_tokenizer, png
 
 from verl.config.schema import DataConfig
-from verl.data import images
+from verl.config.tree import leaves
+from verl.data import downloads, images, media_items, source
 from verl.data.source import TaskTable, load_tasks
 from verl.errors import Refused
 
 CAT, DOG = png(12, 8, 1), png(8, 8, 2)
 TOKENS = {"cat": 6, "dog": 4}
 """The tokens of each image: four patches of 2 x 2 pixels are one."""
+SLOW_S = 0.05
+"""The pause before a part of a slow answer."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +50,7 @@ def tokenizer() -> Any:
 def load(model: Path, tokenizer: Any, tmp_path: Path) -> Any:
     (tmp_path / "cat.png").write_bytes(CAT)
     (tmp_path / "dog.png").write_bytes(DOG)
+    (tmp_path / "empty.png").write_bytes(b"")
 
     def read(*rows: dict[str, Any], folder: Path | None = model, **keys: Any) -> TaskTable:
         file = tmp_path / "rows.parquet"
@@ -200,6 +211,13 @@ NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3), np
 ANIMATED = encoded(NOISE, "GIF", save_all=True, append_images=[NOISE.rotate(90)])
 
 
+def empty_png(width: int, height: int) -> bytes:
+    """Return a PNG of which the header has these sides."""
+    head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", 13) + head + struct.pack(">I", zlib.crc32(head))
+    return CAT[:8] + chunk + CAT[33:]
+
+
 @pytest.mark.parametrize(
     "given, line",
     [
@@ -208,7 +226,13 @@ ANIMATED = encoded(NOISE, "GIF", save_all=True, append_images=[NOISE.rotate(90)]
         (row("<image>", images=[BOMB]), "900000000 pixels"),
         (row("<image>", images=[ANIMATED]), "an image of 2 frames; take one of them"),
         (row("<image>", images=["gone.png"]), "image 1: no file .*gone.png"),
-        (row("<image>", images=["http://x.org/cat.png"]), "images are not downloaded. Fix: download them"),
+        (row("<image>", images=["empty.png"]), r"image 1 \(.*\): 0 bytes are no image that can be read"),
+        (row("<image>", images=[empty_png(0, 8)]), "bytes are no image that can be read"),
+        (
+            row("<image>", images=["http://x.org/cat.png"]),
+            r"downloaded from no host. Fix: .*data.media_hosts=\[x.org\]",
+        ),
+        (row("<image>", images=["http://[x/cat.png"]), r"Invalid IPv6 URL. Fix: the URL, or a path"),
         (row("<image>", images=["data:image/png;base64,@"]), "a data URL that is not base64"),
         (row("<image><image>", images=["cat.png"]), "have places for 2 images, and there are 1 in the column 'images'"),
         (row("<image>", images=["cat.png", "dog.png"]), "places for 1 images, and there are 2 in the column"),
@@ -259,3 +283,157 @@ def test_a_model_of_text_and_a_template_without_images_refuse_them(load: Any, mo
             load(row("<image>", images=["cat.png"]))
     finally:
         tokenizer.chat_template = real
+
+
+def test_an_image_in_a_system_turn_has_its_place_or_is_refused(load: Any, tokenizer: Any) -> None:
+    system = {"role": "system", "content": [{"type": "image", "image": "dog.png"}, {"type": "text", "text": "a"}]}
+    given = row([system, {"role": "user", "content": [{"type": "image", "image": "cat.png"}]}])
+    with pytest.raises(Refused, match="row 1: .* system message, which this chat template has no place for"):
+        load(given)
+    real = tokenizer.chat_template
+    tokenizer.chat_template = real.replace("{% for m in messages %}", "{% for m in messages %}<{{ m['role'] }}>", 1)
+    try:
+        (task,) = load(given)
+        assert contents(task) == [DOG, CAT] and "[4]a" in (text := shown(task, tokenizer))
+        assert text.startswith("<system>") and text.index("[4]") < text.index("<user>") < text.index("[6]")
+    finally:
+        tokenizer.chat_template = real
+
+
+@contextlib.contextmanager
+def served(answers: dict[str, list[tuple[int, dict[str, str], Any]]]) -> Iterator[tuple[str, list[str]]]:
+    """Serve these answers by path, one after the other and the last one for ever; a list of parts is slow. Yield the
+    address and the paths that were requested."""
+    paths: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            left = answers[self.path]
+            status, headers, content = left.pop(0) if len(left) > 1 else left[0]
+            self.send_response(status)
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            with contextlib.suppress(OSError):  # the client reads no more
+                for part in content if isinstance(content, list) else [content]:
+                    time.sleep(SLOW_S * isinstance(content, list))
+                    self.wfile.write(part)
+
+        def log_message(self, *given: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", paths
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_an_image_at_an_allowed_host_is_downloaded_once(load: Any, tokenizer: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(downloads, "PAUSE_S", 0.0)
+    short = (200, {"Content-Length": "900"}, CAT)
+    answers = {"/cat": [(503, {}, b""), short, (200, {}, CAT)], "/dog": [(302, {"Location": "/dog2"}, b"")]}
+    answers["/dog2"] = [(200, {}, DOG)]
+    with served(answers) as (address, paths):
+        parts = [{"type": "image_url", "image_url": {"url": f"{address}/dog"}}]
+        for _ in range(2):
+            (one,) = load(row("<image>a", images=[f"{address}/cat"]), media_hosts=["127.0.0.1"], num_workers=0)
+            (two,) = load(row([{"role": "user", "content": parts}]), media_hosts=["127.0.0.1"], num_workers=0)
+            assert contents(one) + contents(two) == [CAT, DOG]
+            assert shown(one, tokenizer) == "<|user|>[6]a<|end|><|assistant|>"
+        assert paths == ["/cat"] * 3 + ["/dog", "/dog2"]
+
+
+def test_downloads_that_fail_are_one_line(load: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr(downloads, "PAUSE_S", 0.0)
+    monkeypatch.setattr(downloads, "MAX_BYTES", 1000)
+    answers = {"/none": [(404, {}, b"")], "/large": [(200, {}, bytes(2000))], "/busy": [(503, {}, b"")]}
+    answers |= {"/login": [(200, {}, b"<html>")], "/empty": [(200, {}, b"")]}
+    answers["/many"] = [(200, {"Content-Length": "many"}, CAT)]
+    answers["/away"] = [(302, {"Location": "http://localhost:1/cat.png"}, b"")]
+    with served(answers) as (address, paths):
+        for name, line in (
+            ("/none", "cannot be downloaded: the server answers 404 Not Found"),
+            ("/large", "more than 1000 bytes"),
+            ("/busy", "the server answers 503"),
+            ("/away", r"/away is redirected: http://localhost:1/cat.png: data.media_hosts=\[127.0.0.1\]: another host"),
+            ("/login", r"image 1 \(http://127.0.0.1:\d+/login\): 6 bytes are no image"),
+            ("/empty", r"image 1 \(http://127.0.0.1:\d+/empty\): 0 bytes are no image"),
+            ("/many", "cannot be downloaded: the server answers Content-Length: many"),
+        ):
+            given = row("<image>", images=[address + name])
+            with pytest.raises(Refused, match=line) as refused:
+                load(given, media_hosts=["127.0.0.1"], num_workers=0)
+            assert re.match(r".*rows.parquet: row 1: ", str(refused.value)) and "\n" not in str(refused.value)
+        assert paths == ["/none", "/large", "/busy", "/busy", "/busy", "/away", "/login", "/empty", "/many"]
+        answers |= {"/login": [(200, {}, CAT)], "/slow": [(200, {}, [b" "] * 100)]}
+        (task,) = load(row("<image>", images=[address + "/login"]), media_hosts=["127.0.0.1"], num_workers=0)
+        assert contents(task) == [CAT], "a wrong answer is not kept"
+        assert downloads.TOTAL_S < source.WORKER_TIMEOUT_S
+        monkeypatch.setattr(downloads, "TOTAL_S", 4 * SLOW_S)
+        start = time.monotonic()
+        with pytest.raises(Refused, match=r"127.0.0.1:\d+/slow is not downloaded after 0.2 s. Fix: a host"):
+            load(row("<image>", images=[address + "/slow"]), media_hosts=["127.0.0.1"], num_workers=0)
+        assert time.monotonic() - start < 60 * SLOW_S, "each part is soon enough for the timeout of a read"
+    with pytest.raises(Refused, match="Connection refused"):
+        load(row("<image>", images=[address + "/none"]), media_hosts=["127.0.0.1"], num_workers=0)
+    for url, line in (
+        ("http://a.org/cat", r"=\[127.0.0.1\]: another host. Fix: .* or data.media_hosts=\[127.0.0.1,a.org\]$"),
+        ("http://127.0.0.1:99999/cat", "Port out of range"),
+    ):
+        with pytest.raises(Refused, match=line):
+            load(row("<image>", images=[url]), media_hosts=["127.0.0.1"], num_workers=0)
+
+
+def test_the_first_of_two_downloads_of_a_url_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of the worker that was first have the time of its file."""
+    kept: list[os.stat_result] = []
+
+    def download(check: Any) -> Path:
+        return downloads.downloaded(f"{address}/cat", ["127.0.0.1"], tmp_path, "row 1", check)
+
+    with served({"/cat": [(200, {}, CAT)]}) as (address, paths):
+        path = download(lambda stream, where: kept.append(download(lambda *_: None).stat()))
+    assert len(paths) == 2, "each began before the other one ended"
+    assert (path.stat().st_mtime_ns, path.stat().st_ino) == (kept[0].st_mtime_ns, kept[0].st_ino)
+    assert [*path.parent.iterdir()] == [path], "no temporary file is left"
+
+    def without_links(*given: Any) -> None:
+        raise PermissionError("no hard links")
+
+    monkeypatch.setattr(os, "link", without_links)
+    (tmp_path / "coming").write_bytes(DOG)
+    media_items.published(tmp_path / "coming", tmp_path / "dog")
+    assert (tmp_path / "dog").read_bytes() == DOG and not (tmp_path / "coming").exists()
+
+
+def test_content_that_two_workers_write_stays_as_the_first_one_left_it(tmp_path: Path, monkeypatch: Any) -> None:
+    kept: list[int] = []
+
+    def other_worker() -> Any:
+        monkeypatch.undo()
+        kept.append(media_items.written_once(CAT, tmp_path).stat().st_ino)
+        return media_items.uuid.uuid4()
+
+    monkeypatch.setattr(media_items.uuid, "uuid4", other_worker)
+    assert [media_items.written_once(CAT, tmp_path).stat().st_ino] == kept
+
+
+def test_a_url_may_have_characters_that_are_quoted(load: Any) -> None:
+    quoted = "/katze%20gro%C3%9F?n=%C3%A4%20b&x=%2F"
+    with served({quoted: [(200, {}, CAT)]}) as (address, paths):
+        for name in ("/katze groß?n=ä b&x=%2F", quoted):
+            (task,) = load(row("<image>", images=[address + name]), media_hosts=["127.0.0.1"], num_workers=0)
+            assert contents(task) == [CAT]
+        assert paths == [quoted] * 2
+
+
+def test_another_allowed_host_is_the_same_table(load: Any) -> None:
+    assert leaves()["data.media_hosts"].adjustable, "a resumed run may name more"
+    one, two = (load(row("<image>a", images=["cat.png"]), media_hosts=hosts) for hosts in ([], ["a.org"]))
+    assert one.key == two.key and two.report.from_cache

@@ -19,6 +19,7 @@ from videos import av, frames_of, video, video_folder
 from vision import IMAGE, VIDEO, encoded, image_tokenizer, png
 
 from verl.config.schema import DataConfig
+from verl.data.preference import load_pairs
 from verl.data.source import load_conversations, load_tasks
 from verl.driver.task_media import LostImage, _media
 from verl.errors import Refused
@@ -191,7 +192,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     (row("<video>", videos=[UNEVEN]), "frames of unequal lengths .frame 3 is at 0.90 s.*constant rate .ffmpeg -r"),
     (row("<video>", videos=[video(frames_of(2, 604, 2))]), "604 x 2 pixels, and no side may be more than 200 times"),
     (row("<video>", videos=["gone.mp4"]), "video 1: no file .*gone.mp4"),
-    (row("<video>", videos=["https://x.org/a.mp4"]), "videos are not downloaded. Fix: download them"),
+    (row("<video>", videos=["https://x.org/a.mp4"]), "media are downloaded from no host. Fix: download the files"),
     (row("<video><video>", videos=["a.mkv"]), "have places for 2 videos, and there are 1 in the column 'videos'"),
     (row("<video>", videos=[["0.png"]]), "video 1: a video of 1 frames; give one as an image"),
     (row("<video>", videos=[["0.png", "gone.png"]]), "video 1: frame 2: no file .*gone.png"),
@@ -249,13 +250,22 @@ def test_families_without_videos_name_those_with_them(load: Any, tmp_path: Path)
             load(given, folder=other)
 
 
-def test_rows_of_supervised_runs_have_no_videos(load: Any, folders: dict[str, Path], tmp_path: Path) -> None:
-    load(row("a"))
-    messages = [{"role": "user", "content": "<video>?"}, {"role": "assistant", "content": "yes"}]
-    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": messages, "videos": ["a.mkv"]}))
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_of_supervised_runs_have_the_tokens_of_prompts(
+    kind: str, load: Any, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    (task,) = load(row("<video><image>?", videos=["a.mkv"], images=["0.png"]), folder=folders[kind])
+    prompt = [{"role": "user", "content": "<video><image>?"}]
+    seen = {"videos": ["a.mkv"], "images": ["0.png"]}
+    given = {"talks": {"messages": [*prompt, {"role": "assistant", "content": "yes"}], **seen}}
+    given["pairs"] = {"prompt": prompt, "chosen": "yes", "rejected": "no", **seen}
+    for name, columns in given.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(columns))
     cfg = DataConfig(cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(
-        Refused,
-        match="talks.jsonl:1: videos in the column 'videos'. Videos are read for .*, in rows of verl train alone",
-    ):
-        load_conversations([str(tmp_path / "talks.jsonl")], image_tokenizer(), cfg, model=folders["qwen2_5_vl"])
+    rest: tuple[Any, ...] = (image_tokenizer(), cfg)
+    (talk,) = load_conversations([str(tmp_path / "talks.jsonl")], *rest, model=folders[kind])
+    pair = load_pairs([str(tmp_path / "pairs.jsonl")], *rest, model=folders[kind])[0]
+    for rendered in (talk, pair.chosen, pair.rejected):
+        assert rendered.ids[: len(task.prompt_ids)].tolist() == task.prompt_ids.tolist()
+        assert rendered.images == task.images and not rendered.mask[: len(task.prompt_ids)].any()
+        assert rendered.mask[len(task.prompt_ids) :].all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import os
 import textwrap
@@ -117,6 +119,46 @@ def test_a_class_of_its_own_gives_arrays_and_they_are_plain_rows(tmp_path: Path,
     assert texts(table) == ["0+1=", "1+1="] and [table[i].ground_truth for i in range(2)] == ["1", "2"]
     assert table[1].extra_info == {"weights": [1.5, 2.5], "flag": True}
     assert table[1].row["index"] == 1 and table[1].row["limit"] == 77
+
+
+def test_images_of_a_class_may_be_bytes_and_pixels(tmp_path: Path, tokenizer: Any) -> None:
+    """In columns of media and in parts of messages: what the lines contain is the content, upright."""
+    from PIL import Image
+
+    turned, out = Image.new("L", (3, 2), 7), tmp_path / "out.jsonl"
+    turned.getexif()[0x0112] = 6
+    turned.save(tmp_path / "turned.jpg", exif=turned.getexif())
+    source = f"""
+    from PIL import Image
+    class Mine(RLHFDataset):
+        def __getitem__(self, item):
+            part = {{"type": "image", "image": Image.open({str(tmp_path / "turned.jpg")!r})}}
+            row = {{"raw_prompt": [{{"role": "user", "content": [part]}}], "images": [{{"bytes": b"abc"}}, MORE]}}
+            return {{**row, "videos": [[np.zeros((4, 5, 3), np.uint8)]]}}
+    """
+
+    def written(more: str) -> dict[str, Any]:
+        files, _ = config_of(tmp_path, source.replace("MORE", more))
+        names = dict[str, Any]()
+        exec((tmp_path / "mine.py").read_text(), names)
+        options = {"prompt_key": "prompt", "apply_chat_template_kwargs": {}, "max_prompt_length": 9}
+        given = {"files": files, "out": str(out), "tokenizer": tokenizer, "options": options, "max_rows": 1}
+        write_rows(named="Mine", kind="rl", load=lambda named: names["Mine"], **given)
+        row: dict[str, Any] = json.loads(out.read_text())
+        return row
+
+    def image_in(url: str) -> Any:
+        return Image.open(io.BytesIO(base64.b64decode(url.partition("base64,")[2])))
+
+    row = written("b'def'")
+    assert [base64.b64decode(one.partition(",")[2]) for one in (row["images"][0]["bytes"], row["images"][1])] == [
+        b"abc",
+        b"def",
+    ]
+    assert image_in(row["prompt"][0]["content"][0]["image"]).size == (2, 3), "upright"
+    assert image_in(row["videos"][0][0]).size == (5, 4)
+    with pytest.raises(ValueError, match="Mine:1: 'images': pixels of the kind 'F'"):
+        written("Image.new('F', (2, 2))")
 
 
 TOKENS = """

@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from fakes import unscored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -154,7 +155,7 @@ def test_streamed_rows_are_shared_out_and_their_scores_come_back_in_order(sizes,
     spec = RoleSpec(name="reward_model", queue=MemoryQueue(), engine="", options=None, context=None)
     group = InprocCluster(2).start("reward_model", partial(roles_of, engine), (spec,), world_size=2)
     workers = ModelWorkers(group)
-    rows = [(np.arange(2), np.arange(n - 2)) for n in sizes]
+    rows = [unscored(np.arange(2), np.arange(n - 2)) for n in sizes]
     assert workers.score_rows(rows).result(60) == [float(n) for n in sizes]
     assert sorted(engine.seen) == sorted(given)
     workers.close()

@@ -26,14 +26,14 @@ from verl.driver.state import (
     save_group,
     write_state,
 )
-from verl.types import Group, Invalid, Medium, Sampling, Score, Segment, Task, Trajectory
+from verl.types import ROUTES, Group, Invalid, Medium, Sampling, Score, Segment, Task, Trajectory
 
 TASK = Task(task_id="t7", index=7, messages=(), prompt_ids=np.array([1, 2]))
 
 
 def trajectory(index: int, reward, **more) -> Trajectory:
     drawn = {"logprobs": np.array([-0.5, -0.1], np.float32), "source": "sampled"}
-    routed = np.arange(6, dtype=np.int16).reshape(2, 3)
+    routed = np.arange(12, dtype=np.int8).reshape(2, 3, 2) - 1  # `NO_ROUTE` too
     return Trajectory(
         trajectory_id=f"g/train{index}.0",
         group_id="g",
@@ -43,9 +43,11 @@ def trajectory(index: int, reward, **more) -> Trajectory:
         attempt=0,
         sampling=Sampling(max_tokens=9, temperature=0.7, stop=("x",), stop_token_ids=(3,)),
         segments=(
-            Segment(ids=np.array([1, 2]), source="prompt", media=(Medium("sha256:cat", 0, 2),)),
-            Segment(ids=np.array([5, 6]), version=3, side={"routed": routed}, **drawn),
-            Segment(ids=np.array([8, 9]), version=4, side={"routed": routed + 1}, **drawn),
+            Segment(
+                ids=np.array([1, 2]), source="prompt", media=(Medium("sha256:cat", 0, 2),), side={ROUTES: routed + 2}
+            ),
+            Segment(ids=np.array([5, 6]), version=3, side={ROUTES: routed}, **drawn),
+            Segment(ids=np.array([8, 9]), version=4, side={ROUTES: routed + 1}, **drawn),
         ),
         stop_reason="eos",
         reward=reward,
@@ -67,7 +69,8 @@ def state(groups=()) -> DriverState:
 
 
 def test_a_group_in_flight_comes_back_with_all_that_it_holds(tmp_path: Path) -> None:
-    """Side channels, media and the version of every span: what a checkpoint loses, a resumed step trains without."""
+    """Side channels (routes also of prompts), media and the version of every span: what a checkpoint loses, a resumed
+    step trains without."""
     whole = trajectory(0, Score(0.5, {"acc": 1.0}))
     places = {
         "turn": np.array([1, 1]),

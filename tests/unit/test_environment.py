@@ -138,7 +138,7 @@ def test_long_words_of_reset_lose_their_middle(tmp_path):
 
 def test_text_for_a_row_that_ends_with_no_user_is_refused(tmp_path):
     turn = {"role": "assistant", "content": "Hm."}
-    with pytest.raises(ValueError, match="ends with no text of a user"):
+    with pytest.raises(ValueError, match="reset returned text, and the row ends with no text of a user"):
         played(tools_of(tmp_path, INCREMENT), "Done.", row={"raw_prompt": [USER, turn]})
 
 

@@ -60,6 +60,7 @@ def test_what_differs_is_said_by_key(made):
         ),
         (("reward.kwargs.x=1",), ["reward.kwargs"], []),
         (("model.dtype=float32",), ["model.dtype"], []),
+        (("optim.name=muon",), ["optim.name"], []),
     ]
     wrong = []
     for more, others, changed in cases:

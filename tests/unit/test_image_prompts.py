@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import io
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -58,11 +60,31 @@ def reference(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Any, Path], Any
     def made(kind: str, tokenizer: Any, folder: Path) -> Any:
         k, (images, _) = KINDS[kind], image_processor(folder)
         videos = (None,) if kind in ("smolvlm", "internvl") else ()
-        module = "llava_next" if kind == "llava_next" else k.processor.removesuffix("Processor").lower()
+        module = kind if kind in ("llava_next", "kimi_k25") else k.processor.removesuffix("Processor").lower()
         own = importlib.import_module(f"transformers.models.{module}.processing_{module}")
+        if kind == "gemma4":
+            return getattr(own, k.processor)(None, images, tokenizer, None)
+        if kind == "kimi_k25":
+            return NavitReference(images, tokenizer, getattr(own, k.processor))
         return getattr(own, k.processor)(images, tokenizer, *videos, **k.more)
 
     return made
+
+
+class NavitReference:
+    """The processor of Kimi K2.5, whose image processor needs torchvision: with the grids of verl's, which
+    `test_navit.py` compares with it."""
+
+    def __init__(self, images: Any, tokenizer: Any, kind: Any) -> None:
+        self._images, self._tokenizer, self._own = images, tokenizer, object.__new__(kind)
+        self._own.__dict__.update(image_token="<|media_pad|>", image_processor=SimpleNamespace(merge_size=2))
+
+    def __call__(self, images: Any, text: list[str], add_special_tokens: bool) -> Any:
+        pieces = text[0].split("<|media_pad|>")
+        found = [self._images(images=[image], return_tensors="pt")["image_grid_thw"][0] for image in images or ()]
+        marks = [self._own.replace_image_token({"image_grid_thw": found}, k) for k in range(len(found))]
+        whole = "".join(piece + mark for piece, mark in zip(pieces, [*marks, ""], strict=True))
+        return self._tokenizer([whole], add_special_tokens=add_special_tokens)
 
 
 PICTURES = [png(*size, seed) for seed, size in enumerate([(8, 8), (24, 17), (12, 30)])]
@@ -250,6 +272,17 @@ def test_crops_beside_an_image_are_refused(tmp_path: Path) -> None:
     processor, (family, _) = image_processor(tmp_path)
     with pytest.raises(ValueError, match="do_pan_and_scan of its processor adds crops"):
         family.grid_of(processor, config, 8, 8)
+
+
+def test_settings_among_those_of_all_processors_are_read(tmp_path: Path) -> None:
+    folder_of("gemma4", tokenizer_of("gemma4"), tmp_path)
+    own = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(Refused, match="no preprocessor_config.json, nor processor_config.json with an image_processor"):
+        image_processor(tmp_path)
+    (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": own}))
+    processor, _ = image_processor(tmp_path)
+    assert (processor.max_soft_tokens, processor.patch_size, processor.pooling_kernel_size) == (70, 2, 2)
 
 
 def test_every_family_of_the_table_is_here() -> None:

@@ -21,6 +21,7 @@ MAY_START_PROCESSES = {  # outside sandbox/, and why: none of them runs a user's
     "processes/child.py": "a guard, for any command that ends with this process",
     "processes/guard.py": "the command of a guard",
     "data/parallel.py": "none: it has the pipes of multiprocessing",
+    "planner/grid.py": "more processes of its own, for points of a grid",
 }
 COMPONENTS = ("model_engine", "rollout", "weight_sync", "transfer_queue", "agent_loop", "reward")
 ELSEWHERE = ("rollout/vllm_plugin/verl_weights.py",)  # runs in vLLM's environment, inside vLLM
@@ -39,6 +40,8 @@ OPTIONAL = (
     "renderers",
     "av",
 )
+NEVER = ("bitsandbytes", "torchao", "adam_mini", "apollo_torch")
+"""Packages whose formats and formulas are ours too: tests compare with them, and no run needs one."""
 
 
 @cache
@@ -164,6 +167,7 @@ def keeps_the_rules(path: Path) -> None:
     if path.parent.name == "cuda":  # the kernels themselves: only `decode_ops` imports them, where there is Triton
         top = frozenset(m for m in top if m.split(".")[0] != "triton")
     assert not {m.split(".")[0] for m in top} & set(OPTIONAL), "optional packages are imported on use"
+    assert not {m.split(".")[0] for m in every} & set(NEVER), "references of tests are not imported"
     if "ray" in used:
         at = path.relative_to(ROOT).as_posix()
         assert at.startswith("workers/ray/") or at in ("transfer_queue/ray.py", "transfer_queue/package.py"), at

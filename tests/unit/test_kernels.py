@@ -67,6 +67,8 @@ def test_gradients_of_norm_and_gate_equal_autograd_in_float64(rows, width):
     d_x, d_weight = found.rms_norm_backward(x, weight, d, 1e-6)
     torch.testing.assert_close(d_x.double(), x64.grad, atol=2e-6, rtol=1e-4)
     torch.testing.assert_close(d_weight, weight64.grad, atol=2e-5, rtol=1e-5)
+    of_x, of_frozen = found.rms_norm_backward(x, weight, d, 1e-6, frozen=True)
+    assert torch.equal(of_x, d_x) and of_frozen is None
     x64.grad = None
     gated = torch.nn.functional.silu(x64) * up64
     gated.backward(d.double())

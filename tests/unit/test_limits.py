@@ -91,7 +91,8 @@ def test_arguments_of_a_request_do_not_hang_the_server(monkeypatch):
     texts = Texts(tokenizer=tokenizer, decode=tokenizer.decode, spell=tokenizer.decode, audit=audit_template(tokenizer))
 
     def render(**kwargs: object) -> int:
-        return len(texts.render(ChatBody(model="m", messages=list(ASKED), chat_template_kwargs=kwargs), 1000))
+        body = ChatBody(model="m", messages=list(ASKED), chat_template_kwargs=kwargs)
+        return len(texts.render(body, 1000).ids)
 
     assert render() and render(n=2)
     many = [(99_999, "takes more than"), (10**7, "refuses messages"), (10**400, "beyond"), ({"a": [1e12]}, "beyond")]

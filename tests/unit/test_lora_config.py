@@ -104,7 +104,7 @@ def test_trained_parameters_gradients_and_states_are_those_of_the_factors(folder
 
 def test_a_rank_gathers_the_gradients_of_factors_alone(folder):
     model, layout = describe_model(str(folder / "qwen")), Layout(world_size=2)
-    whole, lora = (memory(model, layout, RankWork(tokens=64, **w)) for w in ({}, {"factors": 4_399_104}))
+    whole, lora = (memory(model, layout, RankWork(tokens=64, passes=2, **w)) for w in ({}, {"factors": 4_399_104}))
     assert lora["gradients"] == 4 * 4_399_104 // 2 and lora["optimizer states"] == 2 * lora["gradients"]
     assert lora["gathered gradients"] == 2 * 4 * 4_399_104 // 24
     assert lora["reduced embeddings"] == 0 < whole["reduced embeddings"]
@@ -181,6 +181,7 @@ def test_a_critics_learning_rate_of_full_training_is_a_warning_too(folder):
         ((RANK, "model.lora.exclude=[all-linear]"), "no layer is left to train"),
         (("model.lora.path={tmp}/other",), "model.lora.path={tmp}/other: it changes"),
         (("model.lora.path={tmp}/fits", "model.path={folder}/qwen"), "in its base ({folder}/qwen)"),
+        (("model.lora.path={tmp}/nan",), "model.lora.path={tmp}/nan: base_model.model.model.layers.0.self_attn.q_proj"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_without_a_model(folder, tmp_path, capsys, monkeypatch, args, text):
@@ -189,6 +190,7 @@ def test_what_cannot_be_trained_is_refused_without_a_model(folder, tmp_path, cap
     tensors = {"base_model.model.model.layers.7.mlp.up.lora_A.weight": torch.zeros(4, 8)}
     save_file(tensors, other / "adapter_model.safetensors")
     adapter(tmp_path / "fits")
+    adapter(tmp_path / "nan", value=float("nan"))
     at = {"tmp": tmp_path, "folder": folder}
     given = [a.format(**at) if a.startswith("model.") and "path" in a else a for a in args]
     run = [f"model.path={folder}/tiny", f"data.train_files={folder}/train.jsonl", f"run.root_dir={tmp_path}/runs"]
@@ -299,6 +301,15 @@ def test_factors_below_what_is_kept_in_8_bits_are_a_warning(folder, rank, small)
     assert len(found) == small
     assert not small or f"the largest factor has {128 * rank:,} values" in found[0]
     assert TrainedFactors(rank, {"mlp.experts.up_proj": (6, 64, 128)}).largest == 6 * 128 * rank, "of all experts"
+
+
+def test_the_plan_says_what_an_optimizer_updates_otherwise(folder):
+    """40,960 and 32,768 values of two layers, and 67,200 of embedding, norms and biases."""
+    assert "optimizer" not in planned(folder).optimizer and planned(folder).optimizer == "adamw"
+    text = render_plan(planned(folder, "optim.name=muon"))
+    assert re.search(r"^optimizer muon for the matrices of layers, 73,728 values; adamw for the other 6", text, re.M), (
+        text
+    )
 
 
 @pytest.mark.parametrize("name", ["muon", "apollo", "apollo_mini"])

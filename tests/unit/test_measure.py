@@ -128,6 +128,12 @@ def test_every_metric_of_a_handmade_batch_has_its_closed_form():
     }
 
 
+def test_calls_of_tools_are_counted_with_all_trajectories_that_made_them() -> None:
+    """The batch has 4 of the 16 that ended."""
+    found = measured(BATCH, stats(agent=Counter(tool_calls=32)))
+    assert (found["agent/tool_calls"], found["agent/trajectories"]) == (32, 16)
+
+
 def test_units_say_what_was_counted():
     found = batch_metrics(BATCH, stats(), 3, max_prompt_tokens=20)
     assert {

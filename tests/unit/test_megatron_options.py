@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from handmade_model import write_model, write_rows
 
@@ -11,12 +14,15 @@ from verl.config import cluster, worker_python
 from verl.config.load import load_config, validate
 from verl.config.model_files import describe_model
 from verl.model_engine.layout import Layout
-from verl.model_engine.megatron_options import layer_windows
-from verl.model_engine.memory import RankWork, megatron_memory, memory
+from verl.model_engine.megatron import PASS_TOKENS, least_padding
+from verl.model_engine.megatron_memory import megatron_memory
+from verl.model_engine.megatron_options import EXPERT_TENSOR, VIRTUAL, layer_windows
+from verl.model_engine.memory import RankWork, memory
 from verl.planner.plan import make_plan
 
 TWO = ("cluster.backend=ray", "cluster.ranks_per_node=2", "model.engine=megatron")
 FOUR = (*TWO, "cluster.ranks_per_node=4")
+VEOMNI = ("cluster.backend=ray", "cluster.ranks_per_node=2", "model.engine=veomni")
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
 MODELS = {
     "model": {},
@@ -31,6 +37,7 @@ MODELS = {
     "half biased": {"model_type": "llama", "attention_bias": True},
     "gemma": {"model_type": "gemma3_text"},
     "some dense": {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+    "six experts": {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 6},
 }
 FAULTS = [  # arguments, the model, words of the one line
     (("cluster.backend=inproc", "model.engine=megatron"), "model", "cluster.backend=inproc", "ranks_per_node=2"),
@@ -52,6 +59,14 @@ FAULTS = [  # arguments, the model, words of the one line
     (TWO, "half biased", "attention_bias=True with mlp_bias=False", "sharded"),
     (TWO, "gemma", "is a gemma3_text", "llama, mistral, qwen2", "sharded"),
     (TWO, "some dense", "layers without experts", "sharded"),
+    ((*FOUR, "parallel.expert=4"), "six experts", "parallel.expert=4", "6 experts", "use one of 1, 2, 3, 6"),
+    ((*FOUR, "parallel.pipeline=3"), "model", "parallel.pipeline=3", "4 ranks"),
+    ((*TWO, f"{VIRTUAL}=2"), "model", f"{VIRTUAL}=2: chunks", "set parallel.pipeline"),
+    ((*TWO, "parallel.pipeline=2", f"{VIRTUAL}=2"), "model", "has 2 layers, 1 on each of 2 stages", "use one of 1"),
+    ((*TWO, f"{EXPERT_TENSOR}=2"), "model", f"{EXPERT_TENSOR}=2", "0 channels of an expert", "leave"),
+    ((*FOUR, f"{EXPERT_TENSOR}=3"), "six experts", "does not divide the 4 data and tensor ranks", "use one of 1, 2, 4"),
+    ((*FOUR, f"{EXPERT_TENSOR}=4"), "six experts", "6 channels of an expert", "use one of 1, 2, 3, 6"),
+    (VEOMNI, "gemma", "model.engine=veomni: gemma3_text was not compared", "llama, qwen2", "sharded"),
 ]
 
 
@@ -128,14 +143,44 @@ def window_of(config, kind):  # type: ignore[no-untyped-def]
     return config.sliding_window if kind == "mistral" else None
 
 
+def test_rows_of_unlike_lengths_are_cut_where_they_pad_least() -> None:
+    """The least cost over every way to cut them, and many rows in few tokens more than they have."""
+    r = np.random.default_rng(0)
+    for _ in range(20):
+        widths, counts = sorted(r.integers(1, 900, 7).tolist(), reverse=True), r.integers(1, 4, 7).tolist()
+        ways = [[0, *(i for i in range(1, 7) if bits >> i & 1), 7] for bits in range(0, 128, 2)]
+        tried = [[slice(a, b) for a, b in itertools.pairwise(way)] for way in ways]
+        able = [
+            way for way in tried if all(padded(of, widths, counts) <= 2000 or of.stop - of.start == 1 for of in way)
+        ]
+        least = min(sum(padded(of, widths, counts) + PASS_TOKENS for of in way) for way in able)
+        found = least_padding(widths, counts, 2000)
+        assert found in able and sum(padded(of, widths, counts) + PASS_TOKENS for of in found) == least
+    lengths = np.sort(np.clip(r.exponential(400, 512).astype(int), 8, 2000))[::-1].tolist()
+    cut = least_padding(lengths, [1] * 512, 16384)
+    assert sum(padded(of, lengths, [1] * 512) for of in cut) < 1.1 * sum(lengths)
+
+
+def padded(of: slice, widths: list[int], counts: list[int]) -> int:
+    return widths[of.start] * sum(counts[of])
+
+
 def test_data_ranks_hold_whole_weights_and_gradients(folder: Path) -> None:
     facts, layout = describe_model(str(folder / "model")), Layout(world_size=4, tensor=2)
     work = RankWork(tokens=64, trains=True)
     found, shared = megatron_memory(facts, layout, work), memory(facts, layout, work)
-    assert [found[n] // shared[n] for n in ("weights", "gradients")] == [2, 2]
+    assert found["weights"] // shared["weights"] == found["gradient buffer"] // shared["gradients"] == 2
     assert abs(found["optimizer states"] - shared["optimizer states"]) <= 8
     alone = RankWork(tokens=64, trains=True, divides_states=False)
     assert megatron_memory(facts, layout, alone)["optimizer states"] == 2 * found["optimizer states"]
+    deep = replace(facts, layers=4 * facts.layers)
+    staged = Layout(world_size=2, pipeline=2)
+    one, two = (
+        megatron_memory(deep, staged, RankWork(tokens=64, trains=True, passes=8, virtual_stages=n)) for n in (1, 2)
+    )
+    assert one["weights"] == two["weights"] and one["activations"] > two["activations"]
+    waiting = [of["activations"] + of["waiting passes"] for of in (one, two)]
+    assert 1.2 < waiting[1] / waiting[0] < 1.4, "5 half passes in place of 2 whole ones"
     planned = make_plan(load_config(given(folder, "model", *FOUR, "parallel.tensor=2")).config).cluster
     assert planned is not None
     assert planned.layout == "4 ranks = 2 data x 2 tensor, in 2 copies of the model: a rank holds 1/2 of a model"

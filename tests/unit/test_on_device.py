@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from bench import gpu
 
 TESTS = Path(__file__).parents[1]
 
@@ -27,6 +31,20 @@ def test_each_part_has_marked_tests_and_each_marked_file_has_a_part(script):
     }
     named = [name for part in script.PARTS.values() for name in part if name.endswith(".py")]
     assert sorted(named) == sorted(marked - {"tests/unit/test_on_device.py"})
+
+
+def test_the_commands_on_the_page_of_gpus_name_parts_that_exist(script, monkeypatch, capsys):
+    page = (TESTS.parent / "docs" / "gpu.md").read_text()
+    commands = [shlex.split(line) for line in re.findall(r"^\|.*\| `([^`]+)` \|$", page, re.MULTILINE)]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    measured, tested = set(), set()
+    for command in commands:
+        if command[:2] == ["python", "bench/gpu.py"]:
+            assert gpu.main(command[2:]) == 0 and "nothing was measured" in capsys.readouterr().out
+            measured |= set(command[command.index("--only") + 1].split(","))
+        elif command[:2] == ["python", "tests/gpu.py"]:
+            tested |= set(command[command.index("--only") + 1].split(","))
+    assert measured == set(gpu.PARTS) - {"limits"} and {"resume", "memory"} <= tested <= script.PARTS.keys()
 
 
 def test_a_part_passes_by_its_tests_alone(script, monkeypatch):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import threading
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from vision import encoded, image_folder, image_tokenizer, png
 
 from verl.models.expand import expander
 from verl.models.image_files import MAX_PIXELS, decoded_image, image_processor, image_size
+from verl.models.image_headers import plain_sides
 from verl.models.pictures import Pictures, processed
 from verl.transfer_queue.media import MemoryMedia
 
@@ -88,6 +91,40 @@ def test_a_header_gives_the_size_of_the_upright_image(monkeypatch: Any) -> None:
         assert image_size(io.BytesIO(content), "x") == (8, 12), "without decoding it"
 
 
+def test_what_a_header_says_at_once_is_what_pillow_says(monkeypatch: Any) -> None:
+    """Of whole files, and of files with another byte or without the end: either the same size, or Pillow decides."""
+    modes = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I;16")
+    files = [
+        encoded(NOISE.convert("RGB").resize((5, 4)).convert(mode)) for mode in modes if mode not in ("CMYK", "I;16")
+    ]
+    files += [encoded(NOISE.convert(mode).resize((5, 4)), "JPEG") for mode in ("L", "RGB", "CMYK")]
+    files += [
+        encoded(NOISE, "PNG", dpi=(72, 72)),
+        encoded(NOISE, "PNG", optimize=True),
+        encoded(NOISE, "JPEG", progressive=True),
+    ]
+    files += [turned("PNG", 6), turned("JPEG", 6), turned("PNG", 6, last=True), encoded(Image.new("I;16", (5, 4)))]
+    files += [encoded(NOISE, "PNG", save_all=True, append_images=[NOISE.rotate(90)]), encoded(NOISE, "WEBP")]
+    at_once, drawn = 0, np.random.default_rng(0)
+    for content in files:
+        changed = [content, content[:-1], content[:-12], content[: len(content) // 2], content + bytes(9)]
+        ends = (min(len(content), 90), content.rfind(b"\xff\xda") + 14 if content.startswith(b"\xff\xd8") else 0)
+        for place in (int(place) for end in ends if end > 0 for place in drawn.integers(0, end, 60)):
+            changed.append(content[:place] + bytes([int(drawn.integers(256))]) + content[place + 1 :])
+        for one in changed:
+            sides = plain_sides(io.BytesIO(one), MAX_PIXELS)
+            if sides is not None:
+                at_once += 1
+                with monkeypatch.context() as patched:
+                    patched.setattr("verl.models.image_files.plain_sides", lambda *_: None)
+                    assert image_size(io.BytesIO(one), "x") == sides, one[:64]
+    assert at_once > 200
+    assert all(
+        plain_sides(io.BytesIO(encoded(NOISE, kind)), MAX_PIXELS) == NOISE.size[::-1] for kind in ("PNG", "JPEG")
+    )
+    assert plain_sides(io.BytesIO(encoded(NOISE)), NOISE.width * NOISE.height - 1) is None, "too large"
+
+
 @pytest.mark.parametrize("size", [(4, 4), (12, 8), (37, 5), (90, 200)])
 def test_the_size_alone_gives_the_grid_and_the_tokens_of_an_image(folder: Path, size: tuple[int, int]) -> None:
     processor, (family, config) = image_processor(folder)
@@ -118,10 +155,46 @@ def test_images_are_processed_once_and_kept_within_a_number_of_bytes(folder: Pat
     assert len({id(p) for p in one.of([a, b]).values()}) == 2 and one.kept_bytes == each, "the last one is kept"
 
 
+def test_images_that_are_read_ahead_are_there_and_push_out_none_of_the_step(folder: Path, monkeypatch: Any) -> None:
+    store, read, real = MemoryMedia(), list[str](), Pictures._read
+    contents = [png(12, 8, seed) for seed in range(5)]
+    a, b, c, d, e = (store.put(content, "test") for content in contents)
+    monkeypatch.setattr(Pictures, "_read", lambda self, *given: read.append(given[0]) or real(self, *given))
+    pictures = Pictures(folder, store, max_bytes=3 * 4 * 6 * 12 * 4)
+    before = pictures.of([a, b])
+    pictures.begin_step()
+    own = pictures.of([b, c])
+    assert pictures.read_ahead(contents[2]) and read == [a, b, c], "one that is kept is not read again"
+    assert pictures.read_ahead(contents[3]) and read == [a, b, c, d], "in the place of the image of an earlier step"
+    assert not pictures.read_ahead(contents[4]) and read == [a, b, c, d], "three of the step are kept: no space"
+    assert pictures.of([b, c, d]) | own == pictures.of([b, c, d]) and own[b] is before[b] and read == [a, b, c, d]
+    pictures.begin_step()
+    assert pictures.of([d]) and pictures.read_ahead(contents[4]) and read == [a, b, c, d, e], "another step began"
+    with pytest.raises(ValueError, match="damaged PNG"):
+        pictures.read_ahead(contents[0][:-40])
+
+
+def test_an_image_that_is_kept_does_not_wait_for_another_that_is_read(folder: Path, monkeypatch: Any) -> None:
+    store, begun, free = MemoryMedia(), threading.Event(), threading.Event()
+    a, b = (store.put(png(12, 8, seed), "test") for seed in range(2))
+    get = store.get
+    pictures = Pictures(folder, store)
+    kept = pictures.of([a])[a]
+    monkeypatch.setattr(store, "get", lambda name: begun.set() or (free.wait(30) and get(name)))
+    with ThreadPoolExecutor(2) as threads:
+        slow = threads.submit(pictures.of, [b])
+        assert begun.wait(30)
+        try:
+            assert threads.submit(pictures.of, [a]).result(20)[a] is kept
+        finally:
+            free.set()
+        assert slow.result(30)[b].grid == kept.grid
+
+
 def test_sizes_that_a_processor_refuses_and_folders_without_one(folder: Path, tmp_path: Path) -> None:
     store = MemoryMedia()
     long = store.put(png(801, 4), "test")
     with pytest.raises(ValueError, match=f"image {long}: 801 x 4 pixels: absolute aspect ratio"):
         Pictures(folder, store).of([long])
-    with pytest.raises(ValueError, match="no preprocessor_config.json, which describes how images are processed"):
+    with pytest.raises(ValueError, match="no preprocessor_config.json, nor processor_config.json with"):
         image_processor(tmp_path)

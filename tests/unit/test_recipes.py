@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 import pytest
-from handmade_model import write_model, write_rows
+from handmade_model import write_model, write_rows, write_safetensors
 
 from verl.cli import main
 from verl.config.load import load_config, recipe_names, validate
@@ -46,6 +46,70 @@ def test_a_recipe_can_be_planned_and_says_what_it_holds(name: str, tmp_path: Pat
     (peak,) = re.findall(r"^peak (\S+ GiB) in", re.sub(r"(?s).*\n(peak .*)", r"\1", render_plan(plan)), re.MULTILINE)
     assert name in recipe_names() and "was not run on such" in comment
     assert f"holds at most {peak}" in comment
+
+
+LLAMA_70B = dict(layers=80, hidden=8192, ffn=28672, heads=64, kv_heads=8, vocab=128256, tied=False)
+
+
+def write_llama_70b(folder: Path) -> Path:
+    return write_model(folder, **LLAMA_70B, config={"model_type": "llama"})
+
+
+def write_qwen3_235b(folder: Path) -> Path:
+    """The shapes of Qwen3-235B-A22B: a header of 36 thousand tensors."""
+    layers, hidden, experts, wide, q, kv, vocab = 94, 4096, 128, 1536, 8192, 512, 151936
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "moe_intermediate_size": wide, "vocab_size": vocab}
+    sizes |= {"num_attention_heads": 64, "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288}
+    kind = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "tie_word_embeddings": False}
+    write_model(folder, config=kind | sizes | {"num_experts": experts, "num_experts_per_tok": 8})
+    of_layer = {"self_attn.q_proj": [q, hidden], "self_attn.k_proj": [kv, hidden], "self_attn.v_proj": [kv, hidden]}
+    of_layer |= {"self_attn.o_proj": [hidden, q], "self_attn.q_norm": [128], "self_attn.k_norm": [128]}
+    of_layer |= {"input_layernorm": [hidden], "post_attention_layernorm": [hidden], "mlp.gate": [experts, hidden]}
+    for i in range(experts):
+        of_layer |= {f"mlp.experts.{i}.{name}_proj": [wide, hidden] for name in ("gate", "up")}
+        of_layer |= {f"mlp.experts.{i}.down_proj": [hidden, wide]}
+    tensors = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
+    tensors |= {f"model.layers.{i}.{n}.weight": shape for i in range(layers) for n, shape in of_layer.items()}
+    write_safetensors(folder / "model.safetensors", tensors | {"lm_head.weight": [vocab, hidden]})
+    return folder
+
+
+FOR_MEGATRON = {
+    "four_nodes_70b_megatron": (
+        write_llama_70b,
+        "32 ranks = 4 pipeline x 8 tensor: a rank holds about 1/32 of a model",
+    ),
+    "sixteen_nodes_235b_megatron": (
+        write_qwen3_235b,
+        "128 ranks = 2 pipeline x 16 data x 4 tensor, in 16 copies of the model: a rank holds about 1/8 of a model",
+    ),
+}
+
+
+SLOW = pytest.param("sixteen_nodes_235b_megatron", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["four_nodes_70b_megatron", SLOW])
+def test_a_recipe_for_megatron_can_be_planned_and_says_what_a_rank_of_its_trainer_holds(name, tmp_path, monkeypatch):
+    """The environment of its nodes has Megatron-Core, and vLLM is in another one: neither is here."""
+    write, layout = FOR_MEGATRON[name]
+    monkeypatch.setattr("verl.config.cluster.find_spec", lambda name: name)
+    monkeypatch.setattr("verl.config.devices.on_cuda", lambda config: True)
+    rows, model = write_rows(tmp_path / "rows.jsonl", 7473), write(tmp_path / "model")
+    given = (f"model.path={model}", f"data.train_files=[{rows}]", f"data.eval_files=[{rows}]")
+    config = load_config([f"recipe={name}", *given, f"run.root_dir={tmp_path}"]).config
+    with pytest.raises(ValueError, match=r"start Ray on every node, and verl, in it, or model\.engine=torch"):
+        validate(config)
+    monkeypatch.setattr("verl.config.worker_python._engine_faults", lambda config, python: ())
+    with pytest.raises(ValueError, match=r"^rollout\.engine=vllm: vllm is not installed beside verl; [^\n]*$"):
+        validate(config)
+    placed = make_plan(config).cluster
+    assert placed is not None and placed.layout == layout
+    text = resources.files("verl.recipes").joinpath(f"{name}.yaml").read_text()
+    comment = " ".join(re.findall(r"^# ?(.*)$", text, re.MULTILINE))
+    peak = placed.pools["main"].memory.peak_bytes / 2**30
+    assert f"a rank of the trainer holds at most {peak:.1f} GiB" in comment, peak
+    assert "was not run on such machines yet, and this engine was never run on a GPU" in comment
 
 
 def test_what_fits_where(tmp_path: Path, monkeypatch) -> None:

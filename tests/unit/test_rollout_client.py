@@ -55,7 +55,7 @@ class Text:
     max_position_embeddings = 512
 
 
-HF_CONFIG = SimpleNamespace(get_text_config=Text, architectures=["Doubled"])
+HF_CONFIG = SimpleNamespace(model_type="doubled", get_text_config=Text, architectures=["Doubled"])
 
 
 def context_of(**given: Any) -> RolloutContext:

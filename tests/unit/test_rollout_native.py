@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import vision_families
 from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -48,9 +49,10 @@ from verl.rollout.native import kv as kv_module
 from verl.rollout.native import weights as weights_module
 from verl.rollout.native.architecture import UnsupportedModel, shape_of
 from verl.rollout.native.kv import Prefix, PrefixStore
+from verl.rollout.native.model import read_blocks
 from verl.rollout.native.ops import choose_ops
 from verl.rollout.native.options import Options, memory
-from verl.rollout.native.runner import NativeRunner, read_blocks
+from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.weights import Storage
 from verl.types import Medium, Sampling
 
@@ -442,6 +444,15 @@ UNSUPPORTED: list[tuple[Any, str]] = [
         "rope_parameters",
     ),
 ]
+
+
+def test_the_reason_for_a_gemma4_is_its_own() -> None:
+    """In the small ones, tokens of an image do not attend to each other: it is the decoder."""
+    config = vision_families.model("gemma4").config
+    for attends, why in (("vision", "tokens of an image attend"), (None, "the native rollout engine computes")):
+        config.text_config.use_bidirectional_attention = attends
+        with pytest.raises(UnsupportedModel, match=f"model_type='gemma4': {why}"):
+            shape_of(config, 128)
 
 
 def test_a_model_that_native_does_not_compute_goes_to_hf_and_it_is_said() -> None:

@@ -281,6 +281,24 @@ def test_what_the_environment_says_of_an_attempt_is_kept_where_the_reward_says_n
     play(test)
 
 
+def test_only_trained_trajectories_have_the_experts_of_their_tokens(tmp_path):
+    wants = {}
+
+    class Records(FakeEngine):
+        async def generate(self, request):
+            wants[request.id.split("/")[-1][:-3]] = request.routes
+            return await super().generate(request)
+
+    async def test():
+        stage = Stage(tmp_path, n=1, engine=Records())
+        for purpose in ("train", "baseline", "eval"):
+            seat = SimpleNamespace(group_id="g", index=0, purpose=purpose, epoch=0, draw=0)
+            await stage.trajectories.run(task_of(0), seat, SAMPLING)
+
+    play(test)
+    assert wants == {"train": True, "baseline": False, "eval": False}
+
+
 def test_an_aborted_request_is_cancelled_and_played_again(tmp_path):
     class Gives_up(FakeEngine):
         async def generate(self, request):

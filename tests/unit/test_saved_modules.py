@@ -19,6 +19,7 @@ from verl.planner.text import render_plan
 
 RANK = "model.lora.rank=8"
 BOTH = "model.lora.modules_to_save=[embed_tokens, lm_head]"
+BUCKETS = "sync.engine_options.bucket_mb=8"
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +39,21 @@ def test_the_plan_counts_values_gradients_states_and_the_start(folder):
     found, before = plan.memory.items, alone.memory.items
     assert found["gradients"] == 4 * values and found["optimizer states"] == 8 * values
     assert found["master weights"] - before["master weights"] == 4 * whole, "the values of the start are kept"
-    assert found["head's gradient"] == 4 * 1000 * 64 and "head's gradient" not in before
+    assert found["head's gradient"] == (4 + 2) * 1000 * 64 and "head's gradient" not in before
     assert plan.checkpoint_parts["state"] == 12 * values
     assert plan.checkpoint_parts["weights"] - alone.checkpoint_parts["weights"] == 4 * whole
     text = render_plan(plan)
     assert "in 14 layers; and 128,000 (" in text and "of embed_tokens, lm_head, whole" in text
-    assert "served    rollout engines get all weights in each version, with the factors added in float32" in text
+    apart = "served    rollout engines get the base once, then the factors of each version, unmerged, and the weights"
+    assert apart in text
+    for given in (("rollout.engine=vllm", "rollout.python=/bin/true"), ("sync.engine=shm", BUCKETS)):
+        merged = render_plan(planned(folder, RANK, BOTH, *given))
+        assert "served    rollout engines get all weights in each version, with the factors added in float32" in merged
+    coded = ("model.quantization=nf4", "model.dtype=float32", "model.device=cpu")
+    items, without = (planned(folder, RANK, *more, *coded).memory.items for more in ((BOTH,), ()))
+    own = "its rollout has an embedding and a head of its own, since they change"
+    assert items["rollout weights"] - without.get("rollout weights", 0) == 4 * whole, own
+    assert items["incoming weights"] == 4 * values
     ppo = planned(folder, RANK, BOTH, "algorithm.name=ppo")
     critic = plan.factors.parameters + 64_000 + 64 + 1  # a critic has no output head
     assert ppo.checkpoint_parts["critic"] == pytest.approx(12 * critic, rel=0.01)

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 import math
 import random
-from itertools import pairwise
+import resource
+from itertools import chain, pairwise
 from operator import le
+from pathlib import Path
 
 import numpy as np
 import pytest
 import yaml
 from handmade_model import write_model, write_rows
 
-from bench import areal
-from bench.planner import FITTED, PUBLISHED, predicted
+from bench import areal, ledger
+from bench.planner import FITTED, PUBLISHED, every_row, predicted
 from verl.cli import main
+from verl.config.load import dump_config, load_config
+from verl.config.schema import Config
 from verl.driver.scheduler import Scheduler
 from verl.errors import Refused
-from verl.planner.simulate import Decoding, Simulated, SimulatedRun, Workload, lengths_like, lognormal, simulate
-from verl.planner.what_if import measured_by
+from verl.planner.simulate import (
+    Decoding,
+    Simulated,
+    SimulatedRun,
+    Workload,
+    lengths_like,
+    lognormal,
+    play_until,
+    simulate,
+)
+from verl.planner.what_if import decoding_of, grown, lengths_of, measured_by
 from verl.track.metrics import MetricsLog
 from verl.track.samples import SampleRow, write_samples
 
@@ -69,6 +82,44 @@ def test_a_decode_step_is_faster_when_some_answers_have_ended() -> None:
     both_s, one_s = BASE_S + 2 * SEQUENCE_S, BASE_S + SEQUENCE_S
     assert got.period_s == pytest.approx(10 * both_s + 20 * one_s + 3.0)
     assert got.tokens == 40
+
+
+def test_answers_wait_for_tools_and_rewards() -> None:
+    """A call frees the place of its sequence, so that one of two decodes while the other one waits."""
+    one_s = BASE_S + SEQUENCE_S
+    given = {"shared": True, "tool_calls": 3.0, "tool_s": 2.0, "reward_s": 1.5}
+    got = played(work(samples_per_prompt=1, **given), prompts=1)
+    assert got.wait_s == pytest.approx(100 * one_s + 3 * 2.0 + 1.5) and got.tokens == 100
+    got = played(
+        work(samples_per_prompt=2, sequences=1, **given | {"tool_calls": 1.0, "tool_s": 50 * one_s}), prompts=1
+    )
+    assert got.wait_s == pytest.approx(200 * one_s + 1.5)
+    half = played(work(samples_per_prompt=1, **given | {"tool_calls": 0.5, "reward_s": 0.0}), prompts=1)
+    assert 100 * one_s < half.wait_s < 100 * one_s + 2.0
+
+
+@pytest.mark.parametrize("sequences", [16, 4])
+def test_the_decode_step_of_a_run_follows_from_the_lengths_of_its_answers(sequences) -> None:
+    drawn, draw = random.Random(1), lognormal(60, 0.6, 200)
+    steps = [[draw(drawn) for _ in range(16)] for _ in range(6)]
+    each = chain.from_iterable(steps)
+    of = work(sequences=sequences, samples_per_prompt=16, shared=True, lengths=lambda drawn: next(each))
+    run = play_until(Scheduler(prompts_per_step=1, total_steps=6), of, 6)
+    waits = [end - begin for name, begin, end in run.spans if name == "wait"]
+    found = decoding_of(list(zip(waits, steps, strict=True)), sequences)
+    assert found is not None
+    assert (found.base_s, found.sequence_s) == (pytest.approx(BASE_S), pytest.approx(SEQUENCE_S))
+    assert decoding_of([(1.0, [50] * 16)] * 6, sequences) is None, "equal lengths give one number"
+    idle = [(1.0, []), (1.0, [0, 0]), (0.0, [9]), (-0.1, [9])]
+    assert decoding_of([*zip(waits, steps), *idle], sequences) == found
+    assert decoding_of([(1.0, [3, 4]), (1.0, []), (2.0, [9])], sequences) is None, "two rollouts decoded"
+
+
+def test_a_ledger_that_contradicts_its_decode_step_predicts_nothing(tmp_path) -> None:
+    step = dict.fromkeys(("experience", "update", "publish", "rest"), 1.0)
+    steps = [step | {"rollout": 1.0 + 9 * (number % 2)} for number in range(ledger.STEPS)]
+    found, line = ledger.compared(dict.fromkeys(ledger.SHAPES, steps), tmp_path)
+    assert {row[2:] for row in found.rows} == {("not determined",) * 3} and "does not determine" in line
 
 
 def test_rollout_and_update_overlap_with_staleness() -> None:
@@ -138,12 +189,12 @@ def test_the_verb_prints_a_table_over_staleness(tmp_path, capsys) -> None:
     assert main(["simulate", *line, *times]) == 0
     shown = capsys.readouterr().out
     assert [row.split()[:2] for row in shown.splitlines() if "*" in row] == [["*", "0"]]
-    assert len(shown.splitlines()) == 6
+    assert len(shown.splitlines()) == 7 and "two standard deviations over 4 plays" in shown
     assert main(["simulate", *line, *times, "json=true"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
-    assert [f"{one['period_s']:.4g}" for one in runs] == [row[10:].split()[0] for row in shown.splitlines()[1:]]
+    assert [f"{one['period_s']:.4g}" for one in runs] == [row[10:].split()[0] for row in shown.splitlines()[1:-1]]
     assert main(["simulate", *line[:3], *times]) == 0  # devices are shared: no other staleness is of this placement
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 3
     assert main(["simulate", *line, *times, "step.prompts_per_step=1", "algorithm.name=dapo"]) == 0
     shown = capsys.readouterr().out
     assert " 0.25 " not in shown, "less than one group"
@@ -153,6 +204,8 @@ def test_the_verb_prints_a_table_over_staleness(tmp_path, capsys) -> None:
         ([*times[1:], "token_s=0"], "token_s=0"),
         ([*times, f"from={tmp_path}"], "mean_tokens=20 and from="),
         ([*times[:3], f"from={tmp_path}"], "0 steps with times"),
+        ([*times, "steps_ahead=5"], "steps_ahead=5 is of from=RUN"),
+        ([*times, "sigma=0.6"], "sigma=0.5 and sigma=0.6: give one of them"),
     ):
         assert main(["simulate", *line, *args]) == 2
         assert why in capsys.readouterr().err
@@ -170,7 +223,7 @@ def test_a_grid_prints_the_points_that_no_other_one_beats(tmp_path, capsys) -> N
     assert all(p["price"] == pytest.approx((2 * p["replicas"] + 6) * p["step_s"] / 3600) for p in points)
     assert main(["simulate", *line, *times, grid, *priced]) == 0
     shown = capsys.readouterr().out.splitlines()
-    kept = {(int(row.split()[0]), float(row.split()[1])) for row in shown[2:]}
+    kept = {(int(row.split()[0]), float(row.split()[1])) for row in shown[2:-1]}
 
     def numbers(p):
         return 1 / p["tokens_per_s"], p["price"] / (p["tokens_per_s"] * p["step_s"]), p["staleness"]
@@ -188,12 +241,28 @@ def test_a_grid_prints_the_points_that_no_other_one_beats(tmp_path, capsys) -> N
         (["grid={rollout.replicas: 2}"], "a list of values is expected"),
         (["grid=[1, 2]"], "{KEY: [VALUES], ...} is expected"),
         (["grid={rollout.replicas: [0]}"], "rollout.replicas=0"),
-        (["grid={step.prompts_per_step: [" + ", ".join(map(str, range(1, 1500))) + "]}"], "at most 1,000"),
+        (["grid={pipeline.sync_every: [" + ", ".join(map(str, range(1, 1500))) + "]}"], "at most 1,000"),
         (["grid={rollout.replicas: [1]}", f"trace={tmp_path / 't.json'}"], "a trace is of one run"),
         (priced, "is of grid="),
+        (["grid={step.prompts_per_step: [4, 8]}"], "step.prompts_per_step is on the command line too"),
     ):
         assert main(["simulate", *line, *times, *args]) == 2
         assert why in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)  # of a machine that has much else to do; what is checked is time of processors
+def test_three_hundred_points_take_two_minutes_at_most(tmp_path, capsys) -> None:
+    """Each is played four times, with steps of 64 prompts x 8 answers; of all processes together."""
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "train.jsonl", 640)
+    line = [f"model.path={model}", f"data.train_files={rows}", "step.prompts_per_step=64", "pipeline.placement=split"]
+    times = ["token_s=0.01", "sequence_s=0.001", "update_s=3", "mean_tokens=20", "sigma=0.5"]
+    grid = "grid={rollout.replicas: [1, 2, 3, 4, 6, 8], pipeline.staleness: [0, 0.25, 0.5, 1, 2], "
+    grid += "pipeline.sync_every: [1, 2], rollout.max_concurrent_sequences: [32, 64, 96, 128, 256]}"
+    used_s = -sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    assert main(["simulate", *line, "step.samples_per_prompt=8", *times, grid]) == 0
+    used_s += sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    assert " of 300 points" in capsys.readouterr().out and used_s < 120, used_s
 
 
 def test_a_trace_has_all_the_time_of_every_part(tmp_path, capsys) -> None:
@@ -212,29 +281,131 @@ def test_a_trace_has_all_the_time_of_every_part(tmp_path, capsys) -> None:
     for part in spans.values():
         assert all(a["ts"] + a["dur"] <= b["ts"] + 1 for a, b in pairwise(part))
     busy = sum(e["dur"] for part in ("replica 0", "replica 1") for e in spans[part]) / (2 * end)
-    idle = next(row.split()[4] for row in shown.splitlines() if "*" in row)
+    idle = next(row.split()[8] for row in shown.splitlines() if "*" in row)
     assert busy == pytest.approx(1 - float(idle.strip("%")) / 100, abs=0.02)
     assert main(["simulate", *line, *times, f"trace={tmp_path / 't.json'}"]) == 2
     assert "it exists: name another file" in capsys.readouterr().err
 
 
-def test_the_answers_and_times_of_a_run(tmp_path) -> None:
-    log = MetricsLog(tmp_path, 0)
-    for step, update_s in enumerate((0.5, 2.0, 0.7)):
-        times = {
-            "rollout": 9.0,
-            "update": update_s,
-            "advantages": 0.1,
-            "publish": 0.25,
-            "evaluate": 50.0,
-            "checkpoint": 9.0,
-        }
-        log.log(step, {f"timing_s/{name}": s for name, s in times.items()})
-        write_samples(tmp_path, step, [row(step, index, tokens=10 + index) for index in range(20)])
+def write_run(folder: Path, groups: int, steps: int = 3) -> Path:
+    """Write the times and answers of a run: in each step 20 for each group, of 10 to 29 tokens."""
+    folder.mkdir()
+    log = MetricsLog(folder, 0)
+    for step, update_s in enumerate((0.5, 2.0, 0.7)[:steps]):
+        times = {"rollout": 9.0, "update": update_s, "advantages": 0.1, "publish": 0.25, "evaluate": 50.0}
+        log.log(step, {f"timing_s/{name}": s for name, s in {**times, "checkpoint": 9.0}.items()})
+        write_samples(folder, step, [row(step, index, tokens=10 + index % 20) for index in range(20 * groups)])
     log.close()
-    found = measured_by(tmp_path)
+    return folder
+
+
+def test_the_answers_and_times_of_a_run(tmp_path) -> None:
+    found = measured_by(write_run(tmp_path / "run", 1))
     assert sorted(set(found.lengths)) == [*range(10, 30)] and len(found.lengths) == 60
     assert (found.update_s, found.publish_s) == (pytest.approx(0.8), 0.25)
+
+
+REWARD_S, CONFIG = 0.5, ("pipeline.placement=colocated", "rollout.max_concurrent_sequences=4")
+
+
+@pytest.fixture(scope="module")
+def configured(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The arguments of a run with one replica of four sequences on the device of its trainer."""
+    folder = tmp_path_factory.mktemp("configured")
+    model, rows = write_model(folder / "model"), write_rows(folder / "train.jsonl", 64)
+    return [f"model.path={model}", f"data.train_files={rows}", "step.prompts_per_step=1", *CONFIG]
+
+
+def write_configured(folder: Path, args: list[str], **metrics: float) -> Path:
+    """Write a run with a decode step of `BASE_S` and `SEQUENCE_S`, graders of `REWARD_S`, and further metrics."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump_config(load_config(args)))
+    drawn, log = random.Random(3), MetricsLog(folder, 0)
+    for step in range(6):
+        lengths = [drawn.randrange(5, 120) for _ in range(16)]
+        ends = [0] * 4
+        for tokens in lengths:
+            ends[ends.index(min(ends))] += tokens
+        rollout_s = BASE_S * max(ends) + SEQUENCE_S * sum(lengths) + REWARD_S
+        times = {"timing_s/rollout": rollout_s, "timing_s/update": 2.0, "timing_s/publish": 0.25}
+        graded = {"reward/queue_s/mean": 0.1, "reward/call_s/mean": REWARD_S - 0.1}
+        log.log(step, {**times, **graded, **{name.replace("__", "/"): n for name, n in metrics.items()}})
+        write_samples(folder, step, [row(step, index, tokens) for index, tokens in enumerate(lengths)])
+    log.close()
+    return folder
+
+
+def test_a_run_has_its_decode_step_and_its_rewards(configured, tmp_path, capsys) -> None:
+    run = write_configured(tmp_path / "run", configured)
+    assert main(["simulate", *configured, f"from={run}", "json=true"]) == 0
+    known = {"token_s": BASE_S, "sequence_s": SEQUENCE_S, "update_s": 2.0, "publish_s": 0.25, "reward_s": REWARD_S}
+    assert json.loads(capsys.readouterr().out)["of_run"] == pytest.approx(known | {"tool_calls": 0, "tool_s": 0})
+    assert main(["simulate", *configured, f"from={run}", "update_s=3"]) == 0
+    line = f"from={run}: token_s=0.01 sequence_s=0.001 publish_s=0.25 reward_s=0.5 tool_calls=0 tool_s=0"
+    assert capsys.readouterr().out.splitlines()[-1] == line
+    for one, other in (("token_s", "sequence_s"), ("sequence_s", "token_s")):
+        assert main(["simulate", *configured, f"from={run}", f"{one}=0.1"]) == 2, "half of a decode step is of no run"
+        assert f"{other}: not given" in capsys.readouterr().err
+    (run / "config.yaml").write_text("rollout: {of_another_version: 1}\n")
+    assert main(["simulate", *configured, f"from={run}", "token_s=0.1", "sequence_s=0.001"]) == 0
+    assert measured_by(run).decoding is None
+
+
+def test_groups_that_were_not_trained_count_as_answers_of_tools_and_leave_no_decode_step(configured, tmp_path) -> None:
+    """64 answers with 2 calls of 0.5 s each, of which a run has the lengths of 16."""
+    tools = {"agent__tool_calls": 128.0, "agent__tool_s": 64.0}
+    found = measured_by(write_configured(tmp_path / "new", configured, agent__trajectories=64.0, **tools))
+    assert found.waits == {"reward_s": REWARD_S, "tool_calls": 2.0, "tool_s": 0.5} and found.decoding is None
+    found = measured_by(write_configured(tmp_path / "old", configured, **tools))
+    assert found.waits == {"reward_s": REWARD_S, "tool_s": 0.5} and found.decoding is None
+    for reason in ("rejected", "invalid", "failed", "dropped"):
+        released = {f"groups__{reason}": 1.0}
+        assert measured_by(write_configured(tmp_path / reason, configured, **released)).decoding is None, reason
+    filters = [*configured, "algorithm.name=dapo"]
+    assert measured_by(write_configured(tmp_path / "filters", filters)).decoding is None
+    assert measured_by(write_configured(tmp_path / "none", configured, groups__dropped=0.0)).decoding is not None
+
+
+def test_answers_that_grew_are_longer_some_steps_ahead(tmp_path) -> None:
+    """Means of 20, 30 and 40 in three steps: 60 two steps after the last."""
+    run = write_run(tmp_path / "run", 1)
+    for step in range(3):
+        write_samples(run, step, [row(step, index, tokens=20 + 10 * step) for index in range(20)])
+    found = measured_by(run)
+    assert grown(found, 2) == pytest.approx(60 / 30) and grown(found, 0) == pytest.approx(40 / 30)
+    assert sorted({*lengths_of(Config(), (), found, 2).tokens}) == [40, 60, 80]  # type: ignore[attr-defined]
+    assert sorted({*lengths_of(Config(), (), found).tokens}) == [20, 30, 40]  # type: ignore[attr-defined]
+
+
+def test_figures_have_errors_and_few_answers_large_ones(tmp_path, capsys) -> None:
+    """The same lengths, 20 and 2,000 of them: what the few do not determine is in the error."""
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "train.jsonl", 64)
+    line = [f"model.path={model}", f"data.train_files={rows}", "step.prompts_per_step=4", "json=true"]
+    errors = []
+    for groups in (1, 100):
+        run = write_run(tmp_path / f"run{groups}", groups, steps=1)
+        assert main(["simulate", *line, "token_s=0.1", "sequence_s=0.001", f"from={run}"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        errors.append(found["runs"][0]["period_error_s"])
+        assert ("lengths of 20 answers, fewer than 50" in found["not_counted"]) == (groups == 1)
+    assert errors[0] > 1.5 * errors[1] > 0
+
+
+def test_a_run_that_was_cut_off_or_is_no_run_is_one_line(tmp_path, capsys) -> None:
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "train.jsonl", 64)
+    line = ["simulate", f"model.path={model}", f"data.train_files={rows}", "token_s=0.1", "sequence_s=0.001"]
+    cut = write_run(tmp_path / "cut", 5)
+    with (cut / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 3, "attempt": 0, "time_')  # the machine stopped here
+    assert main([*line, f"from={cut}"]) == 0 and "s per step" in capsys.readouterr().out
+    (last,) = cut.glob("samples/*2.parquet")
+    last.write_bytes(last.read_bytes()[:100])
+    other = write_run(tmp_path / "other", 5)
+    (other / "metrics.jsonl").write_text('{"format": 9}\n')
+    for run, why in ((cut, str(last)), (other, "0 steps with times"), (tmp_path / "none", "0 steps with times")):
+        assert main([*line, f"from={run}"]) == 2
+        error = capsys.readouterr().err
+        assert why in error and "Traceback" not in error and len(error.strip().splitlines()) == 1, error
 
 
 def row(step: int, index: int, tokens: int) -> SampleRow:
@@ -254,13 +425,24 @@ def row(step: int, index: int, tokens: int) -> SampleRow:
 
 
 @pytest.mark.slow
-def test_a_published_table_is_predicted_within_15_percent() -> None:
+def test_published_tables_are_predicted_but_for_three_rows_within_15_percent() -> None:
+    """And in their order: more staleness, and more devices, are faster. Three rows of other tables are at 15.2%."""
     page = yaml.safe_load(PUBLISHED.read_text())
-    errors = {
-        (row["rollout"], row["staleness"]): predicted(page, row, FITTED, publishes=6).period_s / row["step_s"] - 1
-        for row in page["rows"]
-    }
-    assert len(errors) == 6 and max(map(abs, errors.values())) < 0.15, errors
+    rows = every_row(page)
+    errors = [predicted(page, row, FITTED, publishes=6).period_s / row["step_s"] - 1 for row in rows]
+    assert max(map(abs, errors[: len(page["rows"])])) < 0.1, errors
+    assert len(errors) == 12 and max(map(abs, errors)) < 0.155 and sum(abs(e) < 0.15 for e in errors) >= 9, errors
+
+
+def test_the_page_has_the_tables_that_the_benches_wrote() -> None:
+    docs, sections = (Path(areal.__file__).parents[1] / name for name in ("docs", "bench/sections"))
+    page = (docs / "planning.md").read_text()
+    for name in ("planner", "mapping"):
+        rows = [line for line in (sections / f"{name}.md").read_text().splitlines() if line.startswith("| ")]
+        assert len(rows) > 10 and not [line for line in rows if line not in page], name
+    factors = (sections / "areal.md").read_text().partition("### Throughput")[0]
+    rows = [line for line in factors.splitlines() if line.startswith(("| 1.5B", "| 7B"))]
+    assert rows and not [line for line in rows if line not in page]
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def engine_at(url: str, api: VllmApi) -> ServedEngine:
     text = SimpleNamespace(vocab_size=VOCAB, max_position_embeddings=512)
     able = Capabilities(logprobs="processed", max_context_tokens=64, in_flight_update=True)
     context = RolloutContext(
-        hf_config=SimpleNamespace(get_text_config=lambda: text, architectures=["Doubled"]),
+        hf_config=SimpleNamespace(model_type="doubled", get_text_config=lambda: text, architectures=["Doubled"]),
         max_context_tokens=64,
         dtype=torch.float32,
         decode=lambda ids: "".join(LETTERS[i] for i in ids),

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from each import each
@@ -19,8 +20,8 @@ from PIL import Image
 from tool_images import TOOL_TEMPLATE, tool_folder, tool_tokenizer
 from vision import END, IMAGE, START, encoded, png
 
-from verl.agent_loop.base import AgentLoopOutput, LoopMedia, RecordedCall, ServerManager, sampling_params_of
-from verl.agent_loop.load_tools import function_as_tool
+from verl.agent_loop.base import AgentLoopOutput, LoopMedia, ServerManager, sampling_params_of
+from verl.agent_loop.load_tools import function_as_tool, load_tools
 from verl.agent_loop.registry import _kit
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tool_agent import ToolAgentLoop
@@ -28,9 +29,10 @@ from verl.chat.parsing import ToolCall, Turn
 from verl.config.schema import Config
 from verl.data.source import Draw
 from verl.driver.checked import check_output
-from verl.driver.saved_images import HeldImages, SavedImages
+from verl.driver.saved_images import HeldImages, SavedImages, images_of_tools
 from verl.driver.state import SavedGroup, save_group
 from verl.driver.task_media import ImageStoringEngine, ToolImages
+from verl.recorded import RecordedCall
 from verl.rollout.base import Completion, GenerateRequest
 from verl.tools import ToolBroken, ToolResponse
 from verl.tools.answers import NO_IMAGES, ReturnedImage, answer_of, content_of
@@ -71,7 +73,8 @@ class Played:
         template = given.pop("template", TOOL_TEMPLATE)
         self.tokenizer, self.store, calls = tool_tokenizer(template), MemoryMedia(), len(values)
         config = Config(agent=AgentConfig(format="hermes"))
-        self.kit, self.notes = _kit(config, self.tokenizer, {"look": function_as_tool(look)}, (), folder)
+        tools = given.pop("tools", {"look": function_as_tool(look)})
+        self.kit, self.notes = _kit(config, self.tokenizer, tools, (), folder)
         images = ToolImages(FolderMedia(root / "files"), self.store, refused)
         engine = Says(self.tokenizer, *["look<|end|>"] * calls, "done<|end|>")
         storing = ImageStoringEngine(engine, images, "group", set())
@@ -303,20 +306,24 @@ def test_images_of_groups_in_flight_are_kept_with_their_checkpoint(tmp_path: Pat
     queue, kept, again, checkpoints = MemoryMedia(), MemoryMedia(), MemoryMedia(), tmp_path / "checkpoints"
     names = [queue.put(content, "group g1") for content in (CAT, DOG)]
 
-    def in_flight(name: str) -> SavedGroup:
+    def in_flight(name: str, *shown: Medium) -> SavedGroup:
         image = Segment(ids=np.full(8, IMAGE), source="env", media=(Medium(name, 1, 6),))
         sampled = Segment(ids=np.array([1]), source="sampled", logprobs=np.zeros(1, np.float32), version=0)
-        prompt = Segment(ids=np.full(8, IMAGE), source="prompt", media=(Medium("a file of the row", 1, 6),))
+        of_row = Medium("a file of the row", 0, 4)
+        prompt = Segment(ids=np.full(8, IMAGE), source="prompt", media=(of_row, *shown))
         made = Trajectory(
             **{name: "g1" for name in ("trajectory_id", "group_id", "task_id")},
             **{"index": 0, "purpose": "train", "attempt": 0, "sampling": Sampling(max_tokens=9), "stop_reason": "eos"},
             segments=(prompt, image, sampled),
         )
-        task = Task(task_id="g1", index=0, messages=(), prompt_ids=np.zeros(1, np.int64))
+        task = Task(task_id="g1", index=0, messages=(), prompt_ids=np.zeros(1, np.int64), media=(of_row,))
         group = Group(group_id="g1", task=task, epoch=0, draw=0, admitted_version=0, trajectories=(made,))
         return save_group(group, Draw(index=0, epoch=0, draw=0), True)
 
     first, second, held = in_flight(names[0]), in_flight(names[1]), HeldImages(queue)
+    of_reset = in_flight(names[0], Medium(names[1], 4, 4))
+    assert images_of_tools(of_reset) == {*names}, "also those that an environment shows in the first prompt"
+    assert images_of_tools(msgspec.structs.replace(of_reset, row_images=None)) == {names[0]}, "of an older checkpoint"
     held.hold([first])
     queue.drop(["group g1"])
     assert queue.get(names[0]) == CAT
@@ -346,3 +353,46 @@ def test_images_of_groups_in_flight_are_kept_with_their_checkpoint(tmp_path: Pat
     (checkpoints / "step_3").rmdir()
     SavedImages(queue, kept, checkpoints)
     assert len(kept) == 0
+
+
+SCENE = '''
+import io
+from PIL import Image
+
+class Scene:
+    def reset(self, **columns):
+        image = {"type": "image", "image": Image.open(io.BytesIO(CAT))}
+        return [{"type": "text", "text": "<|image_pad|>see "}, image, {"type": "text", "text": "?"}]
+
+    def look(self) -> str:
+        """Look."""
+        return "seen"
+'''
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_an_environment_shows_an_image_in_the_first_prompt(rewrites: bool, folder: Path, tmp_path: Path) -> None:
+    """Behind the last text of the user; it is of the prompt of every call and of every branch."""
+    (tmp_path / "env.py").write_text(SCENE.replace("CAT", repr(CAT)))
+    rewriting = TOOL_TEMPLATE.replace(
+        "{% for m in messages %}", "{% for m in messages %}{% if loop.last and messages|length > 2 %}!{% endif %}"
+    )
+    tools = dict(load_tools([f"{tmp_path / 'env.py'}:Scene"]))
+    given = {"tools": tools, "template": rewriting if rewrites else TOOL_TEMPLATE}
+    played = Played(folder, tmp_path, [None], **given)
+    first, second = played.manager.record
+    assert len(played.rows) == (2 if rewrites else 1)
+    assert first.media == second.media and [m.tokens for m in first.media] == [6]
+    for call in (first, second):
+        (seen,) = call.media
+        assert (call.prompt_ids[seen.start : seen.end] == IMAGE).all() and (call.prompt_ids == IMAGE).sum() == 6
+        text = played.tokenizer.decode(call.prompt_ids)
+        assert "what?<|image_pad|>see <|vision_start|>" in text and "<|vision_end|>?<|end|>" in text
+    assert played.store.get(first.media[0].reference) and all(row[0].media == first.media for row in played.rows)
+    assert played.manager.taken == len(first.prompt_ids) - len(played.kit.renderer.ids([USER], prompt=True))
+
+
+def test_an_environment_cannot_show_what_is_no_image(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(SCENE.replace("Image.open(io.BytesIO(CAT))", "b'no image'"))
+    with pytest.raises(ValueError, match="Scene.reset: Error: Scene.reset failed: image 1: 8 bytes are no image"):
+        Played(folder, tmp_path, [None], tools=dict(load_tools([f"{tmp_path / 'env.py'}:Scene"])))

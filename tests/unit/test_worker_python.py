@@ -109,3 +109,23 @@ def test_the_packages_of_an_engine_are_checked_in_the_environment_of_its_workers
     config = changed(Config(), {"cluster.backend": "processes", "model.python": "/p/python", "model.engine": engine})
     lines = [*worker_python.python_faults(config)]
     assert not lines if line is None else re.search(line, lines[0]), lines
+
+
+@pytest.mark.parametrize(
+    "backend, fix",
+    [
+        ("ray", "start Ray on every node, and verl, in it, or model.engine=torch"),
+        ("torchrun", "start torchrun by its Python, or model.engine=torch"),
+        ("inproc", "set model.python=.venv-megatron/bin/python, or model.engine=torch"),
+    ],
+)
+def test_the_fix_of_a_missing_package_is_possible_with_the_backend(backend, fix, monkeypatch):
+    found = worker_environment(sys.executable)._replace(packages={})
+    monkeypatch.setattr(worker_python, "worker_environment", lambda python: found)
+    config = changed(Config(), {"cluster.backend": backend, "model.engine": "megatron"})
+    (line,) = worker_python.python_faults(config)
+    assert f"megatron-core is missing in the environment of {sys.executable}; make megatron-env makes one" in line
+    assert fix in line and ("model.python" in line) == (backend == "inproc")
+    config = changed(Config(), {"cluster.backend": "ray", "model.engine": "megatron", "model.python": "p"})
+    (line,) = worker_python.python_faults(config)
+    assert "leave model.python out and start Ray and verl in an environment that has what model.engine=megatron" in line

@@ -11,8 +11,10 @@ import cases
 import pytest
 import torch
 from adapters import write_adapter
-from cases import BUDGET, EXPERTS, HEADS, SIZES, TOP_K, Case, differences, on_rank, one_process, together
+from cases import BUDGET, EXPERTS, HEADS, SIZES, TAUGHT, TOP_K, Case, differences, on_rank, one_process, together
 from forked import run
+from test_roles import same_turn, saved_model
+from test_split import TEACHER
 from test_state import steps, weights
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -49,7 +51,11 @@ GRID = [
     ("FSDP x SP", "reference", "llama, biases", True, False),
     ("FSDP x SP", "actor", EXPERTS, True, False),
     ("HSDP x SP", "actor", "qwen3, tied", True, True),
+    ("FSDP", "gkd", "qwen3, tied", True, False),
+    ("FSDP x SP", "gkd_topk", BIASED, False, True),
+    ("SP", "teacher", "llama, biases", True, False),
 ]
+TURNS = {"two passes": "FSDP x SP", "ratios of whole sequences": "HSDP"}
 
 
 @pytest.fixture(autouse=True)
@@ -69,10 +75,11 @@ def engine(name: str, role: str, layout: Layout | None, lender: Any = None, **gi
         assert type(found.model).__module__.startswith("veomni."), "the model code is that of VeOmni"
         settings: dict[str, Any] = dict(
             head=HEADS.get(role, "lm"),
-            optim=OptimSpec(lr=1e-2) if role in ("actor", "critic") else None,
+            optim=OptimSpec(lr=1e-2) if role in ("actor", "critic", *TAUGHT) else None,
             dtype="float32",
             max_tokens_per_microbatch=BUDGET,
             top_k=TOP_K,
+            teacher=TEACHER if role in TAUGHT else None,
         )
         if role in ("critic", "reward_model"):
             settings["score"] = torch.randn(1, SIZES["hidden_size"], generator=torch.Generator().manual_seed(1))
@@ -88,6 +95,13 @@ def test_every_layout_gives_what_one_process_gives(layout: str, role: str, name:
     found = together(case, run(at.world_size, lambda rank: on_rank(case, rank)))
     wrong = differences(found, expected)
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("case", TURNS)
+def test_a_turn_of_the_driver_is_that_of_one_rank(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four optimizer steps over rows of unlike lengths: gradients, and the metrics of all of them."""
+    given = {"dtype": "float32", "rtol": 1e-5, "engine_name": "veomni"}
+    same_turn(case, {case: LAYOUTS[TURNS[case]]}, saved_model(tmp_path), monkeypatch, **given)
 
 
 @pytest.mark.parametrize("name", ["qwen3, tied", EXPERTS])

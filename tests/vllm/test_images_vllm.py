@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from real_server import PYTHON, staged
-from vision import END, IMAGE, START, VOCAB, drawn, image_folder, model, own_logprobs, png
+from small_runs import metrics_of, small_run
+from vision import END, IMAGE, START, VOCAB, chat_folder, drawn, image_folder, image_tokenizer, model, own_logprobs, png
 
 from verl.models.families import banned_ids
 from verl.models.pictures import Pictures
@@ -19,6 +23,7 @@ from verl.models.tiny import character_tokenizer
 from verl.rollout import vllm
 from verl.rollout.base import GenerateRequest, RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
+from verl.track.samples import read_samples
 from verl.transfer_queue.media import MemoryMedia
 from verl.types import Medium, Sample, Sampling, Segment
 
@@ -122,3 +127,25 @@ def test_answers_to_images_have_the_logprobs_of_the_trainer(
             await engine.close()
 
     asyncio.run(run())
+
+
+def test_a_run_on_rows_with_images_trains_what_the_server_samples(tmp_path: Path) -> None:
+    """Two steps of `verl train`: log-probs of sampled tokens are the trainer's, also with the weights of an update."""
+    ends = dict(pad_token_id=image_tokenizer().pad_token_id, eos_token_id=image_tokenizer().eos_token_id)
+    folder = chat_folder(tmp_path / "model", "qwen2_5_vl", model("qwen2_5_vl", tower=TOWER, **SIZES, **ends))
+    images = [[png(*size, seed)] for seed, size in enumerate(IMAGES.values())]
+    prompts = [[{"role": "user", "content": f"<image>{k}?"}] for k in range(len(images))]
+    rows = pa.table({"prompt": prompts, "images": images, "ground_truth": ["1"] * len(images)})
+    pq.write_table(rows, tmp_path / "rows.parquet")
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(*, solution_str, **_):\n    return float(len(solution_str))\n"
+    )
+    served = ("rollout.engine=vllm", f"rollout.python={PYTHON}", "rollout.dtype=float32", "run.wait_timeout_s=600")
+    more = (f"reward.path={tmp_path / 'reward.py'}", "data.max_prompt_tokens=96", "run.total_steps=2", "optim.lr=0.01")
+    small_run(tmp_path, folder, [tmp_path / "rows.parquet"], *served, *more)
+    steps = metrics_of(tmp_path / "r")
+    assert all(steps[step]["mismatch/max_abs_dlogp"] < 1e-4 for step in (1, 2))
+    assert all(steps[step]["actor/grad_norm"] > 0 for step in (1, 2))
+    for step in (1, 2):
+        kept = read_samples(tmp_path / "r", step)
+        assert len({row.group_id for row in kept}) == 4 and all(IMAGE in row.prompt_ids for row in kept)

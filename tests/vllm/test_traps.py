@@ -104,11 +104,11 @@ def test_a_tied_head_follows_its_embedding(contract: ModuleType) -> None:
 def test_running_requests_go_on_under_new_weights(contract: ModuleType) -> None:
     """Spans name the weights that sampled a token. Later tokens are as if the new weights had read the whole text: vLLM
     computes the keys and values again."""
-    prompt = contract.prompts((9,))[0]
+    prompt, long = contract.prompts((9,))[0], contract.LONG
 
     async def body(engine: Any) -> Any:
         weights = staged(contract.Source(contract.reference(seed=1), 1))
-        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, contract.greedy(400))))
+        task = asyncio.create_task(engine.generate(GenerateRequest("r", prompt, contract.greedy(long))))
         await contract.until_sampled(engine, 5)
         assert await engine.load_weights(weights, on_inflight="keep") == 1
         c = await task
@@ -118,8 +118,8 @@ def test_running_requests_go_on_under_new_weights(contract: ModuleType) -> None:
 
     c = contract.meets(lambda: contract.with_engine(contract.build("vllm"), body))()
     (_, start, switch), (_, resumed, end) = c.spans
-    assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, 400) and 0 < resumed == switch < 400
-    assert c.ids[:switch].tolist() == contract.hf_greedy(prompt, 400)[:switch]
+    assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, long) and 0 < resumed == switch < long
+    assert c.ids[:switch].tolist() == contract.hf_greedy(prompt, long)[:switch]
     old = contract.hf_logprobs(prompt, c.ids, 1.0)[:switch]
     np.testing.assert_allclose(c.logprobs[:switch], old, atol=1e-5)
     logits = contract.hf_logits(np.concatenate([prompt, c.ids]), seed=1)[len(prompt) - 1 : -1]
@@ -132,7 +132,7 @@ def test_an_abort_names_a_request_as_the_server_does(contract: ModuleType, runni
 
     async def body(engine: Any) -> None:
         task = asyncio.create_task(
-            engine.generate(GenerateRequest("r", contract.prompts((5,))[0], contract.greedy(400)))
+            engine.generate(GenerateRequest("r", contract.prompts((5,))[0], contract.greedy(contract.LONG)))
         )
         await contract.until_sampled(engine, 5)
         await engine.pause("keep")

@@ -25,6 +25,12 @@ def rotation_cost(x: Tensor, cos: Tensor, sin: Tensor) -> Cost:
     return Cost(2 * x.nbytes + cos.nbytes + sin.nbytes, 3 * x.numel())
 
 
+def low_rank_gradients_cost(x: Tensor, dy: Tensor, a: Tensor, b: Tensor, scale: float) -> Cost:
+    """Return the work of four products with factors of few rows; x [n, K] and dy [n, N] are read once."""
+    factors = a.nbytes + b.nbytes
+    return Cost(x.nbytes + dy.nbytes + 2 * factors, 4 * len(a) * (x.numel() + dy.numel()))
+
+
 def sample_cost(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Cost:
     return Cost(logits.nbytes + temperature.nbytes + uniform.nbytes + 16 * len(logits), 5 * logits.numel())
 
@@ -72,6 +78,12 @@ def float32_linear_cost(x: Tensor, weight: Tensor) -> Cost:
     """Return the work of x [n, K] W^T -> [n, N] for a weight [N, K], with a result of 4 bytes per number."""
     out = len(x) * len(weight)
     return Cost(x.nbytes + weight.nbytes + 4 * out, 2 * out * x.shape[1])
+
+
+def wide_product_cost(a: Tensor, b: Tensor) -> Cost:
+    """Return the work of a [m, k] b [k, n] -> [m, n] with a result of at least 4 bytes per number."""
+    out = len(a) * b.shape[1]
+    return Cost(a.nbytes + b.nbytes + max(4, a.element_size()) * out, 2 * out * a.shape[1])
 
 
 def block_linear_cost(
@@ -170,6 +182,22 @@ def prompt_attention_cost(
     """Return the work of reading each query, key and value once, for the keys that each query sees."""
     pairs = _seen_pairs(starts, key_starts.diff(), window)
     return Cost(2 * q.nbytes + keys.nbytes + values.nbytes, 4 * pairs * q.shape[1] * q.shape[2])
+
+
+def trained_attention_cost(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: tuple[int, int],
+    *,
+    scale: float,
+    window: int = 0,
+    index: Tensor | None = None,
+) -> Cost:
+    """Return the work of `prompt_attention_cost`, with keys that are read once although several segments have them."""
+    return prompt_attention_cost(q, keys, values, starts, key_starts, longest, scale=scale, window=window)
 
 
 def page_prompt_attention_cost(

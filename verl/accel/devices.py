@@ -19,6 +19,9 @@ class DeviceFacts:
     kept_score_keys: int
     """The most keys with which attention keeps its probabilities for the backward pass; 0: it never does. On a CPU two
     batched products are then faster than a fused kernel."""
+    segment_keys: int
+    """The most keys of a segment with which attention in training is one call of a kernel of `trained_attention`; 0:
+    any number. That of a CPU multiplies small matrices, which torch's products are slow for."""
     free_padding: int
     """Score elements of padding that cost less than the dozen kernel launches of another block of attention."""
     compacts_rows: bool
@@ -56,6 +59,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             logit_chunk_bytes=16 << 20,
             logit_chunk_rows=64,
             kept_score_keys=256,
+            segment_keys=256,
             free_padding=1 << 15,
             compacts_rows=True,
             copies_weights=False,
@@ -70,6 +74,7 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             logit_chunk_bytes=256 << 20,
             logit_chunk_rows=64,
             kept_score_keys=0,
+            segment_keys=0,
             free_padding=1 << 15,
             compacts_rows=False,
             copies_weights=True,

@@ -7,6 +7,9 @@ operations."""
 DELTA_TYPES = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """The model types with gated delta nets, which compute packed rows (nn/delta_net.py)."""
 
+ROUTED_TYPES = ("qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe_text", "qwen3_vl_moe_text")
+"""The model types with routers that take the routes of a rollout (nn/router_replay.py)."""
+
 STATE_LAYERS = frozenset(("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "recurrent"))
 """The kinds of layers (`layer_types`) that keep a state along a row."""
 

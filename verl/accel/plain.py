@@ -93,6 +93,12 @@ def plain_float32_linear(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([x @ part.to(exact).T for part in weight.split(WEIGHT_ROWS)], dim=1)
 
 
+def plain_wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [m, k] b [k, n], multiplied and returned in float32 at least."""
+    exact = torch.promote_types(a.dtype, torch.float32)
+    return a.to(exact) @ b.to(exact)
+
+
 def plain_quantised_linear(
     x: Tensor,
     weight: QuantisedTensor,
@@ -153,8 +159,10 @@ KERNELS = (
     _row("quantised_linear", plain_quantised_linear, 1e-5, 4e-2, traffic=17),
     _row("quantised_back", plain_quantised_back, 2e-5, 4e-2, traffic=17),
     _row("float32_linear", plain_float32_linear, 2e-4, 2e-4, traffic=6),
+    _row("wide_product", plain_wide_product, 2e-4, 2e-4, traffic=6),
     _row("trained_attention", trained.trained_attention, 2e-6, 2e-2, traffic=8),
     _row("trained_rms_norm", trained.trained_rms_norm, 2e-6, 2e-2, traffic=3),
     _row("trained_swiglu", trained.trained_swiglu, 2e-6, 2e-2, traffic=2),
     _row("trained_rotation", trained.trained_rotation, 2e-6, 2e-2, traffic=3),
+    _row("low_rank_gradients", trained.low_rank_gradients, 2e-4, 4e-2, traffic=2),
 )

@@ -132,14 +132,21 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.float32_linear_cost,
         ),
         Operation(
+            "wide_product",
+            "(a [m, k], b [k, n] of a's dtype, with any strides) -> a b [m, n] in float32 at least, not rounded to "
+            "a's dtype in between",
+            costs.wide_product_cost,
+        ),
+        Operation(
             "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear_cost
         ),
         Operation(
             "trained_attention",
             "(q [T, H, D], k and v [U, K, D], starts int32 [segments + 1] of their queries, key_starts of their keys, "
-            "longest: the most queries and keys of one, scale, window) -> [T, H, D]: causal attention of the last "
-            "tokens of each segment's keys, differentiable in q, k and v",
-            costs.prompt_attention_cost,
+            "longest: the most queries and keys of one, scale, window, index int64 [keys]: the rows of k and v that "
+            "are keys, or None: all in order) -> [T, H, D]: causal attention of the last tokens of each segment's "
+            "keys, differentiable in q, k and v",
+            costs.trained_attention_cost,
         ),
         Operation(
             "trained_rms_norm",
@@ -157,6 +164,12 @@ OPERATIONS: Mapping[str, Operation] = {
             "(x [T, h, D], cos [T, 1, D], sin [T, 1, D]) -> x cos + rotate_half(x) sin in the dtype of x, "
             "differentiable in x",
             costs.rotation_cost,
+        ),
+        Operation(
+            "low_rank_gradients",
+            "(x [n, K], dy [n, N], a [rank, K], b [N, rank], scale) -> [K + N, rank]: the gradients of a transposed "
+            "and, below, of b, for the gradient dy of scale (x a^T) b^T",
+            costs.low_rank_gradients_cost,
         ),
     )
 }

@@ -38,8 +38,11 @@ def trained_attention(
     *,
     scale: float,
     window: int = 0,
+    index: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of each segment, one after the other. The host reads the lengths."""
+    if index is not None:
+        k, v = k.index_select(0, index), v.index_select(0, index)
     each, found = q.shape[1] // k.shape[1], []
     ends = zip(starts.tolist()[1:], key_starts.tolist()[:-1], key_starts.tolist()[1:], strict=True)
     begin = 0
@@ -55,6 +58,13 @@ def trained_attention(
     return torch.cat(found)
 
 
+def low_rank_gradients(x: Tensor, dy: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return the gradients [K + N, rank] of A transposed and, below them, of B, for x [n, K], A [rank, K], B [N, rank]
+    and the gradient dy [n, N] of scale (x A^T) B^T."""
+    low, d_low = (torch.mm(rows, factor).mul_(scale) for rows, factor in ((x, a.t()), (dy, b)))
+    return torch.cat([torch.mm(x.t(), d_low), torch.mm(dy.t(), low)])
+
+
 class _RMSNorm(torch.autograd.Function):
     """The autograd function of `trained_rms_norm`."""
 
@@ -68,7 +78,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, inverse = ctx.saved_tensors
         n = x.shape[-1]
         normed = _exact(x.reshape(-1, n)) * inverse
@@ -77,7 +87,8 @@ class _RMSNorm(torch.autograd.Function):
         exact_weight = weight.to(normed.dtype)
         along = torch.mv(product, exact_weight).div_(n)[:, None]  # the part of each row's gradient that scales the row
         d_x = (d_rows * exact_weight).addcmul_(normed, along, value=-1).mul_(inverse)
-        return d_x.view(x.shape).to(x.dtype), product.sum(0).to(weight.dtype), None
+        d_weight = product.sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return d_x.view(x.shape).to(x.dtype), d_weight, None
 
 
 class _SwiGLU(torch.autograd.Function):

@@ -15,16 +15,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from verl.agent_loop.templates import RendersMessages
 from verl.parameter_set import POLICY_SET
-from verl.rollout.base import Completion, GenerateRequest, Generates
+from verl.recorded import RecordedCall
+from verl.rollout.base import GenerateRequest, Generates
 from verl.types import Medium, Sampling, StopReason, Task, as_ids, derive_seed
 
 if TYPE_CHECKING:
+    from verl.chat.template import Renderer, TemplateAudit
     from verl.transfer_queue.base import MediaStore
 
 T = TypeVar("T")
@@ -54,7 +56,8 @@ class AgentLoopOutput:
     written: Sequence[int] | None = None
     """Per token with mask 0: 1 if a tool wrote it, 0 if the template did. None: a tool wrote all."""
     media: Sequence[Medium] | None = None
-    """The images of the row, with their places in `prompt_ids` and `response_ids` together. None: those of the task."""
+    """The images of the row, with their places in `prompt_ids` and `response_ids` together. None: those of the longest
+    call with which it begins, or else of the task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +65,6 @@ class TokenOutput:
     token_ids: list[int]
     log_probs: list[float]
     stop_reason: StopReason
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedCall:
-    """One generate call of a trajectory: its prompt and the sampled completion."""
-
-    prompt_ids: np.ndarray
-    completion: Completion
-    token_ids: list[int]  # the ids as the loop received them
-    media: tuple[Medium, ...] = ()  # the images of its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +99,16 @@ class LoopMedia:
     refused: str = ""
 
 
+class ReadsImages(Protocol):
+    """Reads images that a loop gives (`verl.tools.pictures.TurnPictures`)."""
+
+    async def prompt(
+        self, messages: Sequence[Mapping[str, Any]], images: Sequence[Any], renderer: Renderer, audit: TemplateAudit
+    ) -> list[int]: ...
+    async def placed(self, ids: np.ndarray, images: Sequence[Any], media: LoopMedia | None) -> tuple[Medium, ...]: ...
+    def check_places(self, ids: np.ndarray, media: Sequence[Medium]) -> None: ...
+
+
 NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # parameters with these values have no effect
 
 
@@ -119,6 +122,7 @@ class ServerManager:
 
     counts: further counts of the loop, for `agent/NAME` in the metrics
     credits_turns: the algorithm reads rewards of single turns (`credit`)
+    routes: its tokens are trained, with the experts of the rollout where the engine records them
     media, returned: the images of the task, and the store of those that tools return; None: the queue stores none
     timeline: the turns and tool calls with their times
     """
@@ -133,6 +137,7 @@ class ServerManager:
     max_turns: int | None = None
     credits_turns: bool = False
     wall_s: float = math.inf
+    routes: bool = False
 
     def __post_init__(self) -> None:
         self._credits: dict[int, float] = {}
@@ -145,6 +150,7 @@ class ServerManager:
         self.ended_by: StopReason | None = None
         self.counts: Counter[str] = Counter()
         self.timeline: list[dict[str, Any]] = []
+        self.pictures: ReadsImages | None = None  # of the model of the run, in which loops play
         self._born_s = time.monotonic()
 
     def take(self, tokens: int) -> None:
@@ -168,7 +174,7 @@ class ServerManager:
     def credit(self, reward: float, *, turn: int = -1, state: object = None) -> None:
         """Add a reward to one turn (the last one by default). It is placed at the turn's last token, and rewards of a
         turn add up. `state` is the state in which the turn was played, for algorithms that compare turns in the same
-        state; by default it is the text that the model saw since its previous turn."""
+        state; by default it is the text and the images that the model saw since its previous turn."""
         if not -len(self.record) <= turn < len(self.record):
             raise ValueError(f"turn={turn}: the model has played {len(self.record)} turns; credit one of them")
         k = turn % len(self.record)
@@ -182,14 +188,17 @@ class ServerManager:
         """Return the side channels [t] of call k: its number, a hash of its state, and zeros for its reward."""
         if not self.credits_turns:
             return {}
-        ids, n = self.record[k].prompt_ids, len(self.record[k].completion.ids)
+        call, n = self.record[k], len(self.record[k].completion.ids)
         if k in self._states:
             key = derive_seed("state", str(self._states[k]))
         else:
             before = self.record[k - 1] if k else None
-            known = np.concatenate([before.prompt_ids, before.completion.ids]) if before else ids[:0]
-            continues = np.array_equal(ids[: len(known)], known)  # the history was not rendered anew
-            key = derive_seed("shown", (ids[len(known) :] if continues else ids).tobytes().hex())
+            known = np.concatenate([before.prompt_ids, before.completion.ids]) if before else call.prompt_ids[:0]
+            same_ids = np.array_equal(call.prompt_ids[: len(known)], known)
+            same_media = tuple(m for m in call.media if m.start < len(known)) == (before.media if before else ())
+            first = len(known) if same_ids and same_media else 0  # 0: the history was rendered anew
+            shown = [m.reference for m in call.media if m.start >= first]  # images of one size have equal ids
+            key = derive_seed("shown", call.prompt_ids[first:].tobytes().hex(), *shown)
         channels = {"turn": np.full(n, k, np.int64), "turn_state": np.full(n, key & (2**62 - 1), np.int64)}
         return {**channels, "turn_reward": np.zeros(n, np.float32)}
 
@@ -220,13 +229,17 @@ class ServerManager:
         video_data: Any = None,
         media: Sequence[Medium] | None = None,
     ) -> TokenOutput:
-        """Sample an answer. media: the images of the prompt with their places; None: those of the task, at their
-        places in its prompt."""
-        if image_data or video_data:
-            raise ValueError(
-                "image_data: a loop of your own adds no images or videos to those of its row; a tool may return images"
-            )
+        """Sample an answer. image_data: all images of the prompt, in order · media: the same with their places; None:
+        those of the task, at their places in its prompt."""
+        if video_data:
+            raise ValueError("video_data: a loop adds no videos to those of its row; give their frames as images")
         wanted, ids = self._merged(sampling_params), as_ids(prompt_ids)
+        if image_data:
+            if self.pictures is None:
+                raise ValueError("image_data: this model takes no images; leave them out")
+            media = await self.pictures.placed(ids, image_data, self.returned)
+        elif media is None and self.pictures is not None:
+            self.pictures.check_places(ids, self.media)
         turn, self._calls = self._calls, self._calls + 1
         self._limit = self._limit or len(ids) + self.sampling.max_tokens - self.taken
         room = self._limit - len(ids)
@@ -241,7 +254,7 @@ class ServerManager:
         entry = self.begin("turn", number=turn, prompt_tokens=len(ids))
         request = self.request(request_id, ids, sampling, media)
         completion = await self.engine.generate(request)
-        call = RecordedCall(ids, completion, completion.ids.tolist(), request.media)
+        call = RecordedCall.of(request, completion, self.record)
         self.record.append(call)
         self.end(entry, tokens=len(completion.ids), why=completion.stop_reason)
         return TokenOutput(call.token_ids.copy(), completion.logprobs.tolist(), completion.stop_reason)
@@ -252,7 +265,9 @@ class ServerManager:
         """Return a request to the engine, with the prefix key and the parameter set of this trajectory. media: as in
         `generate`."""
         key, parameters, seen = self.prefix_key, self.parameters, self.media if media is None else tuple(media)
-        return GenerateRequest(request_id, ids, sampling, prefix_key=key, parameters=parameters, media=seen)
+        return GenerateRequest(
+            request_id, ids, sampling, prefix_key=key, parameters=parameters, media=seen, routes=self.routes
+        )
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:
         """Return the run's sampling, with the loop's changes that leave the distribution as it is, because the trainer

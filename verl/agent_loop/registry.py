@@ -21,12 +21,14 @@ from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.renderers import PREFIX, load_package
 from verl.chat.template import USER, Renderer, audit_template, shared
+from verl.config.model_files import read_model_config
 from verl.data.formats import SINGLE_TURN as SINGLE
 from verl.data.formats import TOOL_AGENT as TOOL
 from verl.data.formats import Players, played_by
 from verl.errors import Refused
+from verl.models.families import family_name
 from verl.tools.mcp import tools_hash
-from verl.tools.pictures import turn_pictures
+from verl.tools.pictures import TurnPictures, turn_pictures
 from verl.types import Task
 
 
@@ -62,6 +64,8 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...], model: Pat
             close_tools(tools)
             raise
 
+    pictures = pictures_of(config, tokenizer, model) if own else None
+
     def make(manager: ServerManager, task: Task) -> AgentLoopBase:
         name = task.agent or default
         if name == SINGLE:
@@ -69,6 +73,7 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...], model: Pat
         if name == TOOL:
             assert kit is not None, "rows that name tool_agent without tools are refused when they are read"
             return ToolAgentLoop(config, manager, tokenizer, kit=kit, images=task.images)
+        manager.pictures = pictures
         return own[name](config, manager, tokenizer)
 
     names = (SINGLE, *((TOOL,) if tools else ()), *own)
@@ -106,6 +111,15 @@ def _own_loops(text: str) -> dict[str, type[AgentLoopBase]]:
     there = {n: c for n, c in vars(module).items() if inspect.isclass(c) and c.__module__ == module.__name__}
     there |= {c.registered: c for c in there.values() if issubclass(c, AgentLoopBase) and c.registered}
     return {text: found, **{n: c for n, c in there.items() if issubclass(c, AgentLoopBase)}}
+
+
+def pictures_of(config: Any, tokenizer: Any, model: Path | None) -> TurnPictures | None:
+    """Return what reads the images that loops of the user's own give to the model; None if it reads text alone."""
+    if model is None or family_name(read_model_config(model)) is None:
+        return None
+    kwargs = config.model.template_kwargs
+    renderer = Renderer(tokenizer, kwargs, spelling=audit_template(tokenizer, kwargs).spelling)
+    return turn_pictures(model, tokenizer, plain_text(tokenizer), renderer, None, False)[0]
 
 
 def _refused(tokenizer: Any, template_kwargs: Mapping[str, Any], tool: Tool) -> bool:

@@ -10,21 +10,14 @@ import asyncio
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from verl.agent_loop.base import (
-    AgentLoopBase,
-    AgentLoopMetrics,
-    AgentLoopOutput,
-    LoopFailed,
-    RecordedCall,
-    ServerManager,
-)
+from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, LoopFailed, ServerManager
 from verl.agent_loop.hosted import (
     RELEASE_S,
     CancelCall,
@@ -42,6 +35,7 @@ from verl.agent_loop.registry import Loops
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.data.formats import SINGLE_TURN, Players
 from verl.errors import Refused
+from verl.recorded import RecordedCall
 from verl.rollout.base import ReplicaLost
 from verl.sandbox.companion import CLOSE_S, Companion
 from verl.types import Task
@@ -244,6 +238,7 @@ class LoopRunner:
             ids = playing.known.then(message.keep, np.frombuffer(message.ids, np.int64))
             playing.calls[message.call] = asyncio.create_task(self._answer(companion, playing, message, ids))
         elif isinstance(message, CancelCall):
+            playing.record.pop(message.call, None)  # later calls keep the routes of its tokens
             if message.call in playing.calls:
                 playing.calls[message.call].cancel()
         elif isinstance(message, PlayFailed):
@@ -259,8 +254,8 @@ class LoopRunner:
         try:
             request = manager.request(message.request_id, ids, message.sampling, message.media)
             completion = await manager.engine.generate(request)
-            playing.record[message.call] = RecordedCall(ids, completion, completion.ids.tolist(), request.media)
-            companion.send(("sampled", message.play, message.call, completion))
+            playing.record[message.call] = RecordedCall.of(request, completion, playing.record.values())
+            companion.send(("sampled", message.play, message.call, replace(completion, routes=None)))
         except ReplicaLost as e:
             playing.end(e)
         except Exception as e:  # the loop in the process may handle this error

@@ -22,11 +22,12 @@ from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutpu
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tools import Tool, Toolbox
 from verl.chat.bridge import Bridge, PlainText
+from verl.chat.encoding import rendered_ids
 from verl.chat.messages import without_nulls
 from verl.chat.parsing import Malformed, ToolCall, Turn, TurnParser
 from verl.chat.renderers import PackageRenderer
-from verl.chat.template import Renderer, TemplateAudit, rendered_ids
-from verl.tools.answers import ShownImage, ToolAnswer
+from verl.chat.template import Renderer, TemplateAudit
+from verl.tools.answers import Part, ShownImage, ToolAnswer
 from verl.tools.pictures import IMAGE_PART, TurnPictures, without_images
 from verl.types import Medium, StopReason, TaskImage
 
@@ -144,12 +145,12 @@ class ToolAgentLoop(AgentLoopBase):
             without_nulls(kwargs.get("tools_kwargs") or extra.get("tools_kwargs") or {}),
             kit.limits.tool_timeout_s,
         )
-        media = list(self.server_manager.media)
-        play = Play(rendered_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box, media=media)
+        media, messages = list(self.server_manager.media), [dict(m) for m in kwargs["raw_prompt"]]
+        play = Play(rendered_ids(kwargs["prompt_ids"]), self._own(messages), box, media=media)
         try:
             columns = {name: value for name, value in kwargs.items() if name not in NO_COLUMNS}
-            if found := await box.begin({**columns, "prompt": [dict(m) for m in play.messages]}):
-                self._append_text(play, found)
+            if greetings := await box.begin({**columns, "prompt": messages}):
+                self._greet(play, {name: await self._seen(found, name) for name, found in greetings.items()})
             while await self._turn(play, await self._generate(play, kwargs["request_id"], sampling_params)):
                 pass
             scores = await box.scores()
@@ -180,18 +181,36 @@ class ToolAgentLoop(AgentLoopBase):
         self.server_manager.timeline[-1]["render_s"] = time.monotonic() - began
         return True
 
-    def _append_text(self, play: Play, text: str) -> None:
-        """Append the text of an environment to the last user message of the prompt. Its tokens count in the budget."""
-        last = play.messages[-1]
-        if last.get("role") != "user" or not isinstance(last.get("content"), str):
-            raise ValueError(f"reset returned text, and the row ends with no text of a user: {str(last)[:200]}")
+    def _own(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages of the row or of the model as they are rendered."""
+        return [*map(dict, messages)] if self._kit.pictures is None else self._kit.pictures.marked(messages)
+
+    def _greet(self, play: Play, greetings: Mapping[str, ToolAnswer]) -> None:
+        """Append what environments show the model to the last user message of the prompt. Its tokens count in the
+        budget."""
+        last, parts = play.messages[-1], list[Part]()
+        for name, found in greetings.items():
+            if found.error:
+                raise ValueError(f"{name}: {found.text}")
+            parts += found.parts or [found.text]
+        what = "text" if any(isinstance(part, str) for part in parts) else "an image"
+        if last.get("role") != "user":
+            raise ValueError(f"reset returned {what}, and the row ends with no text of a user: {str(last)[:200]}")
         given = play.ids.copy()
         self._render(play)
         if not np.array_equal(play.ids, given):
-            raise ValueError("reset returned text, and the row's prompt is not the rendering of its messages")
-        play.messages[-1] = {**last, "content": last["content"] + self._kit.plain.marked(self._cut(text))}
-        self._render(play)
+            raise ValueError(f"reset returned {what}, and the row's prompt is not the rendering of its messages")
+        play.messages[-1] = {**last, "content": self._with_parts(last["content"], parts)}
+        self._render(play, [part for part in parts if isinstance(part, ShownImage)])
         self.server_manager.take(play.used - len(given))
+
+    def _with_parts(self, content: str | list[dict[str, Any]], parts: Sequence[Part]) -> str | list[dict[str, Any]]:
+        """Return the content of a message with texts, which are shortened, and images behind it."""
+        texts = [self._kit.plain.marked(self._cut(part)) if isinstance(part, str) else None for part in parts]
+        if isinstance(content, str) and None not in texts:
+            return "".join([content, *filter(None, texts)])
+        before = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        return [*before, *(IMAGE_PART if text is None else {"type": "text", "text": text} for text in texts)]
 
     async def _generate(self, play: Play, request_id: str, sampling_params: dict[str, Any]) -> TokenOutput:
         began = time.monotonic()
@@ -244,16 +263,20 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _call(self, play: Play, call: ToolCall) -> ToolAnswer:
         entry = self.server_manager.begin("tool", name=call.name[:80])
-        answer = await play.box.call(call)
-        if answer.parts and (pictures := self._kit.pictures) is not None:
-            answer = await pictures.shown(answer, call.name, self.server_manager.returned)
-        elif answer.parts:
-            answer = without_images(answer, call.name)
+        answer = await self._seen(await play.box.call(call), call.name)
         note: dict[str, float | str] = {"note": answer.note} if answer.note else {}
         if images := sum(isinstance(part, ShownImage) for part in answer.parts):
             note["images"] = images
         self.server_manager.end(entry, error=answer.error, queue_s=answer.queue_s, characters=len(answer.text), **note)
         return answer
+
+    async def _seen(self, answer: ToolAnswer, name: str) -> ToolAnswer:
+        """Return an answer with its images stored; for a model of text without them, or as a failure."""
+        if not answer.parts:
+            return answer
+        if self._kit.pictures is None:
+            return without_images(answer, name)
+        return await self._kit.pictures.shown(answer, name, self.server_manager.returned)
 
     def _over(self, play: Play, turn: Turn, answers: Sequence[ToolAnswer]) -> bool:
         """Return True if the trajectory ends with this turn, and report the reason to the server manager."""
@@ -299,7 +322,7 @@ class ToolAgentLoop(AgentLoopBase):
             return
         added = kit.package.ids(*play.latest, new) if kit.package is not None else None
         marked = [{**m, "content": kit.plain.marked_content(m["content"])} for m in new]
-        play.messages += [_assistant(turn), *marked]
+        play.messages += [*self._own([_assistant(turn)]), *marked]
         if added is not None:
             return play.append(added, 0)
         play.ended.append(play.output())

@@ -29,6 +29,9 @@ THREADED_CALLS, ASYNC_CALLS = 32, 1024  # parallel calls of a tool that declares
 LIMITS = ("timeout_s", "concurrency", "retries", "stop", "max_result_tokens")  # in files of tools
 
 
+NOTHING = ToolAnswer("")
+
+
 class Held(Protocol):
     """The interface of a tool with a state per trajectory: `open` returns the state, `call` and `score` use it,
     `release` ends it. `given` are the arguments for this tool in the row's `tools_kwargs`."""
@@ -70,15 +73,15 @@ class HeldTool:
 
 @dataclass(slots=True, eq=False)
 class Episode:
-    """The state of an `Environment`: an object of the user's class, and the text that its `reset` returned for the
-    model (`greeting`).
+    """The state of an `Environment`: an object of the user's class, and what its `reset` returned for the model
+    (`greeting`).
 
     turn: the lock that makes calls run one after another
     busy: the latest call in a thread, which may continue after its deadline
     """
 
     made: Any
-    greeting: str = ""
+    greeting: ToolAnswer = NOTHING
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     busy: asyncio.Future[Ended] | None = None
 
@@ -112,10 +115,10 @@ class Environment:
     async def open(self, given: Mapping[str, Any]) -> Episode:
         state = Episode(await in_thread(self.made_by, f"environment {self.name}"))
         found = await state.call("reset", **given)
-        if not isinstance(found, str | None):
+        state.greeting = NOTHING if isinstance(found, tuple) else answer_of(found)
+        if not isinstance(found, str | None) and not state.greeting.parts:
             kind = type(found).__name__
-            raise TypeError(f"{self.name}.reset returned a {kind}: return text for the model, or None")
-        state.greeting = answer_of(found).text
+            raise TypeError(f"{self.name}.reset returned a {kind}: return text or images for the model, or None")
         return state
 
     async def call(self, state: Episode, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
@@ -236,15 +239,18 @@ class Toolbox:
         self._open[held] = name, asyncio.create_task(opened())
         self._open[held][1].add_done_callback(look)
 
-    async def begin(self, row: Mapping[str, Any]) -> str:
-        """Call `reset` of the environments with the row's columns, and return their texts for the model's first
-        prompt."""
-        message = ""
+    async def begin(self, row: Mapping[str, Any]) -> dict[str, ToolAnswer]:
+        """Call `reset` of the environments with the row's columns, and return what they show the model in its first
+        prompt, by the names of the methods."""
+        shown = dict[str, ToolAnswer]()
         for held in dict.fromkeys(tool.held for tool in self.tools.values()):
             if isinstance(held, Environment):
                 self._begin(held, held.name, row)
-                message += (await self._ended(self._open[held][1], f"{held.name}.reset")).greeting
-        return message
+                name = f"{held.name}.reset"
+                greeting = (await self._ended(self._open[held][1], name)).greeting
+                if greeting.text or greeting.parts:
+                    shown[name] = greeting
+        return shown
 
     def reward(self, scores: Mapping[str, float]) -> float | None:
         """Return the sum of the environments' rewards; None if there is none, so that the reward function is called."""

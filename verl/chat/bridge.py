@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from verl.chat.encoding import encoded_text, rendered_ids
 from verl.chat.template import (
     AGAIN,
     ANSWER,
@@ -30,7 +31,6 @@ from verl.chat.template import (
     Tokenizer,
     is_prefix,
     keeps_text,
-    rendered_ids,
 )
 
 _OPEN, _CLOSE = "\ue000", "\ue001"
@@ -95,16 +95,19 @@ class PlainText:
         """Yield, for each marker and each text between markers, its ids and (with `places`) the (start, end) of each id
         in the text."""
         plain, at = list(self.control.values()), 0
-        more = {"return_offsets_mapping": True} if places and getattr(self.tokenizer, "is_fast", False) else {}
+        placed = places and getattr(self.tokenizer, "is_fast", False)
         for i, part in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text)):
             if i % 2:
                 ids, size = np.array(plain[int(part)], np.int64), len(part) + 2
                 yield ids, [(at, at + size)] * len(ids)
                 at += size
             elif part:
-                found: Any = self.tokenizer(part, add_special_tokens=False, **more)
-                ids = rendered_ids(found)
-                yield ids, [(at + a, at + b) for a, b in found["offset_mapping"]] if more else [(0, 0)] * len(ids)
+                if placed:
+                    found: Any = self.tokenizer(part, add_special_tokens=False, return_offsets_mapping=True)
+                    yield rendered_ids(found), [(at + a, at + b) for a, b in found["offset_mapping"]]
+                else:
+                    ids = encoded_text(self.tokenizer, part)
+                    yield ids, [(0, 0)] * len(ids)
                 at += len(part)
 
 

@@ -14,7 +14,7 @@ from verl.chat.bridge import PlainText, plain_text
 from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import Message, Renderer, RowRefused, TemplateAudit, Tokenizer, refuse_dropped
 from verl.data.media import PLACEHOLDER
-from verl.models.expand import is_mark
+from verl.models.expand import is_mark, placeholder_positions
 from verl.models.families import LATE_IMAGE, ImageFamily
 
 
@@ -109,7 +109,7 @@ class ImagePrompts:
     def places(self, ids: np.ndarray, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
         """Return the positions of the placeholders in a rendering of these messages. Raise RowRefused if there is not
         one for each image."""
-        found = np.flatnonzero(np.isin(ids, [*self.placeholders.values()]))
+        found = placeholder_positions(ids, self.placeholders.values())
         wanted = [self.placeholders[kind] for m in messages for part in _parts(m) if (kind := part["type"]) != "text"]
         if ids[found].tolist() != wanted:
             how = "drops or repeats" if len(found) != len(wanted) else "moves"

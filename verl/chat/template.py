@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import numpy as np
 
+from verl.chat.encoding import encoded_text, rendered_ids
 from verl.chat.kept import dropped, holds_ambiguous, with_sentinels
 from verl.chat.limits import bounded_rendering
 from verl.chat.messages import REASONING_KEYS, ROLES
@@ -114,7 +115,7 @@ class Renderer:
 
     def encode(self, text: str) -> np.ndarray:
         """Return the ids [t] int64 of a rendering, or of one with more text behind it."""
-        return rendered_ids(self.tokenizer(text, add_special_tokens=False))
+        return encoded_text(self.tokenizer, text)
 
     def ids(self, messages: Sequence[Message], *, prompt: bool) -> np.ndarray:
         return rendered_ids(self._apply(messages, prompt=prompt, tokenize=True))
@@ -488,12 +489,3 @@ def shared(before: Sequence[Any], after: Sequence[Any]) -> int:
 
 def is_prefix(head: np.ndarray, whole: np.ndarray) -> bool:
     return len(head) <= len(whole) and bool(np.array_equal(head, whole[: len(head)]))
-
-
-def rendered_ids(encoded: Any) -> np.ndarray:
-    """Return the ids [t] int64 of one rendering. transformers 5 returns a BatchEncoding, some tokenizers return a
-    list."""
-    ids = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
-    out = np.asarray(ids, dtype=np.int64)
-    assert out.ndim == 1, f"one conversation gives one row of ids, got shape {out.shape}"
-    return out

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from verl.checkpoint.hf import saved_as
+from verl.checkpoint.saved_form import SavedForm
 from verl.nn.fp8 import SCALES, in_blocks
 from verl.wire import FP8, FP8_BLOCK, split_block
 
@@ -19,10 +19,10 @@ Part = tuple[str, tuple[int, ...], int]
 def quantization_config(model: nn.Module) -> dict[str, Any]:
     """Return the `quantization_config` with which a server makes this model (on the meta device). It names the modules
     that keep their dtype."""
-    kept = set[str]()
+    kept, form = set[str](), SavedForm(model)
     for name, tensor in model.state_dict().items():
         if tensor.ndim > 1 and not in_blocks(name, tensor.shape):
-            kept |= {part.removesuffix(".weight") for part, _, _ in saved_as(model, name, tuple(tensor.shape))}
+            kept |= {part.removesuffix(".weight") for part, _, _ in form.parts(name, tuple(tensor.shape))}
     return {
         "quant_method": FP8,
         "fmt": "e4m3",
@@ -35,7 +35,8 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
 def unreadable(model: nn.Module) -> str:
     """Return why servers cannot read this model (on the meta device) in blocks, or ""."""
     weights = {name: tuple(t.shape) for name, t in model.state_dict().items() if in_blocks(name, t.shape)}
-    found = (_split_blocks(shape, saved_as(model, name, shape)) for name, shape in weights.items())
+    form = SavedForm(model)
+    found = (_split_blocks(shape, form.parts(name, shape)) for name, shape in weights.items())
     return next(filter(None, found), "")
 
 

@@ -23,9 +23,11 @@ from safetensors import safe_open
 
 from verl.checkpoint.adapter_export import write_adapter
 from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
+from verl.checkpoint.saved_form import OtherOrder, SavedForm
+from verl.checkpoint.score import is_scored, with_score
 from verl.config.model_files import FURTHER
 from verl.errors import Refused
-from verl.models.families import auto_class
+from verl.models.families import auto_class, family_of
 from verl.parameter_set import POLICY_SET, ParameterSet
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")  # beside the weights
@@ -73,11 +75,13 @@ class HfExport:
             return
         _write_json(directory / "config.json", config)
         model = skeleton(directory)
+        of_files = _weight_names(self.source_dir)
+        form = None if model is None else SavedForm(model, of_files)
         tied = _ties_of(model, config)
         with ExitStack() as open_files:
-            every = chain(_as_saved(model, _checked(tensors, tied)), _further_layers(self.source_dir))
+            every = chain(_as_saved(form, _checked(tensors, tied)), _further_layers(self.source_dir))
             shards, bytes_of = _write_shards(directory, every, open_files)
-        _check_names({name for shard in shards for name in shard.names}, tied, model, self.source_dir)
+        _check_names({name for shard in shards for name in shard.names}, tied, form, of_files, self.source_dir)
         stored = max(bytes_of, key=bytes_of.__getitem__)
         _write_json(directory / "config.json", _with_dtype(config, str(stored).removeprefix("torch.")))
         _name_shards(directory, shards)
@@ -139,16 +143,22 @@ def _checked(
 
 
 def _as_saved(
-    model: torch.nn.Module | None, tensors: Iterable[tuple[str, torch.Tensor]]
+    form: SavedForm | None, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors by the names of a saved folder, experts one by one, as every serving engine reads them."""
+    """Yield the tensors by the names of a saved folder, experts one by one, as every serving engine reads them. Those
+    that are saved in one wait for each other."""
+    waiting = dict[str, torch.Tensor]()
     for name, tensor in tensors:
         shape = tuple(tensor.shape)
         try:
-            parts = [(name, shape, 0)] if model is None else saved_as(model, name, shape)
+            parts = [(name, shape, 0)] if form is None else form.parts(name, shape)
         except OtherOrder:
-            assert model is not None
-            yield from ((part, of.contiguous()) for part, of in _reverted(model, name, tensor))
+            assert form is not None
+            names = form.together(name)
+            waiting[name] = tensor if len(names) == 1 else tensor.detach().clone()
+            if waiting.keys() >= {*names}:
+                whole = form.saved({one: waiting.pop(one) for one in names})
+                yield from ((part, of.contiguous()) for part, of in whole.items())
             continue
         if len(parts) == 1:
             yield parts[0][0], tensor
@@ -188,41 +198,20 @@ def skeleton(directory: Path) -> torch.nn.Module | None:
 
 
 def skeleton_of(config: Any) -> torch.nn.Module | None:
+    """Build the model of a configuration without storage; None if its class is not part of transformers, and it reads
+    text alone."""
     import transformers
 
     with torch.device("meta"):
-        if not config.architectures:
-            built: torch.nn.Module = auto_class(config).from_config(config)
-            return built
-        kind = getattr(transformers, config.architectures[0], None)
-        return kind._from_config(config) if kind is not None else None
-
-
-class OtherOrder(Refused):
-    """Raised for a tensor that transformers saves in another order, as the transposed experts of Qwen3-VL."""
-
-
-def _reverted(model: torch.nn.Module, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return a tensor of the model as transformers saves it, by the names in the folder."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    return revert_weight_conversion(model, {name: tensor}).items()  # type: ignore[arg-type]
-
-
-def saved_as(model: torch.nn.Module, name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...], int]]:
-    """Return the tensors as which transformers saves this tensor of the model (experts one by one), in their order:
-    (name in the folder, shape, its first row in this tensor). A row is along the last dimension. Raise OtherOrder if a
-    saved tensor is no run of rows."""
-    if not math.prod(shape):
-        return [(name, shape, 0)]
-    rows = torch.arange(math.prod(shape[:-1])).view(*shape[:-1], *([1] if shape else []))
-    found = []
-    for part, of in _reverted(model, name, rows):
-        first = int(of.reshape(-1)[0])
-        if of.shape[-1:] != rows.shape[-1:] or not torch.equal(of.reshape(-1), torch.arange(first, first + of.numel())):
-            raise OtherOrder(f"{name}: transformers saves it in an order that is none of its rows, as {part}")
-        found.append((part, (*of.shape[:-1], *shape[-1:]), first))
-    return sorted(found, key=lambda part: part[2])
+        names = config.architectures
+        kind: Any = getattr(transformers, names[0], None) if names else None
+        if kind is not None:
+            found: torch.nn.Module = kind._from_config(config)
+        elif not names or family_of(config) is not None:  # a folder may name the class of its own code
+            found = auto_class(config).from_config(config)
+        else:
+            return None
+        return with_score(found) if kind is None and names and is_scored(config) else found
 
 
 def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mapping[str, str]:
@@ -236,14 +225,13 @@ def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mappin
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
 
 
-def _check_names(names: set[str], tied: Mapping[str, str], model: torch.nn.Module | None, source_dir: Path) -> None:
+def _check_names(
+    names: set[str], tied: Mapping[str, str], form: SavedForm | None, of_files: set[str], source_dir: Path
+) -> None:
     """Raise ValueError if weights of the model are missing or there are others: from_pretrained would only warn, and
-    start missing weights at random. A model has up to two naming schemes: that of its modules and, if it converts while
-    loading, that of its files."""
-    of_files = _weight_names(source_dir)
-    state = {} if model is None else model.state_dict()
-    saved = {n: {part for part, _ in _reverted(model, n, t)} for n, t in state.items() if model is not None}
-    of_modules = set[str]().union(*saved.values()) if model is not None else of_files
+    start missing weights at random. of_files: the names in `source_dir`."""
+    saved = {} if form is None else form.names()
+    of_modules = set[str]().union(*saved.values()) if form is not None else of_files
     if not of_modules:
         return
     if foreign := sorted(names - of_modules - of_files):

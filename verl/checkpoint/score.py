@@ -10,15 +10,20 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from verl.config.model_files import SCORE
 from verl.errors import Refused
+from verl.models.families import family_name, family_of
 
 WEIGHT = SCORE
 ADAPTER_SCORE = f"base_model.model.{SCORE}"
 """The name of the head in the folder of an adapter."""
-_KINDS = ("ForCausalLM", "LMHeadModel")
+_KINDS, _OF_IMAGES, _CLASSIFIER = (
+    ("ForCausalLM", "LMHeadModel"),
+    "ForConditionalGeneration",
+    "ForSequenceClassification",
+)
 
 
 def read_score(folder: Path) -> Tensor | None:
@@ -35,15 +40,16 @@ def read_score(folder: Path) -> Tensor | None:
 
 
 def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
-    """Return the fields of config.json for the model of `folder` as a classifier. Raise ValueError if transformers has
-    no such class."""
+    """Return the fields of config.json for the model of `folder` as a classifier. Raise ValueError for a language model
+    if transformers has no such class; it has it for few models that read images, whose class is named alike."""
     import transformers
 
     config = json.loads((folder / "config.json").read_text())
-    names = list(config.get("architectures") or [])
-    for kind in _KINDS:
-        names = [n.replace(kind, "ForSequenceClassification") for n in names]
-    if not names or not names[0].endswith("ForSequenceClassification") or not hasattr(transformers, names[0]):
+    names, reads_images = list(config.get("architectures") or []), family_name(config) is not None
+    for kind in (*_KINDS, _OF_IMAGES) if reads_images else _KINDS:
+        names = [n.replace(kind, _CLASSIFIER) for n in names]
+    known = names and names[0].endswith(_CLASSIFIER)
+    if not known or not (reads_images or hasattr(transformers, names[0])):
         raise Refused(
             f"model.path={folder}: transformers has no sequence classifier for {config.get('architectures')}, so a"
             " reward model of it could not be saved. Fix: a causal language model whose family has a"
@@ -56,6 +62,23 @@ def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
         "label2id": {"LABEL_0": 0},
         "pad_token_id": pad_token_id if pad is None else pad,
     }
+
+
+def is_scored(config: Any) -> bool:
+    """Return True for the configuration of a reward model that reads images."""
+    return family_of(config) is not None and str(config.architectures[0]).endswith(_CLASSIFIER)
+
+
+def with_score(model: Any) -> nn.Module:
+    """Return the language model with a scalar head in place of its own."""
+    head = model.get_output_embeddings()
+    name = next(name for name, module in model.named_modules() if module is head)
+    assert "." not in name, name
+    delattr(model, name)
+    model.score = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False)
+    model.all_tied_weights_keys = {}
+    found: nn.Module = model
+    return found
 
 
 def classifier_tensors(body: str, tensors: Iterable[tuple[str, Tensor]], head: Tensor) -> Iterator[tuple[str, Tensor]]:

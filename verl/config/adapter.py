@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from verl.config.experts import fused_experts
 from verl.config.model_files import (
@@ -30,6 +31,12 @@ from verl.models.families import FAMILIES, ImageFamily, name_of
 from verl.parameter_set import DOWN, GATE_UP, ParameterSet, is_experts
 
 CONFIG, WEIGHTS = ADAPTER_CONFIG, ADAPTER_WEIGHTS
+EXPONENTS: Mapping[str, tuple[Any, int]] = {
+    "F32": (np.uint32, 0x7F800000),
+    "F16": (np.uint16, 0x7C00),
+    "BF16": (np.uint16, 0x7F80),
+}
+"""The integers of the size of a dtype, and the bits of its exponent, all of which NaN and infinity have."""
 _MERGE = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
 _ONLY: Mapping[str, tuple[Any, ...]] = {  # other initialisations change the base model
     "peft_type": ("LORA",),
@@ -61,6 +68,24 @@ def one_projection(base: Path) -> Mapping[str, tuple[int, int]]:
     every = text_layers(base)
     found = ({name: shape for name, shape in every.items() if name.endswith(f".{kind}")} for kind in TARGETS)
     return next(filter(None, found), {})
+
+
+def refuse_not_finite(folder: Path) -> None:
+    """Raise Refused if a tensor of an adapter's folder has NaN or infinity, or values of 64 bits that float32 does not
+    have. All its values are read."""
+    for name, header in read_weight_headers(folder).items():
+        if header.dtype == "F64":
+            values = np.fromfile(header.file, np.float64, header.numel, offset=header.begin)
+            finite = bool(np.all(np.abs(values) <= np.finfo(np.float32).max))
+        elif (found := EXPONENTS.get(header.dtype)) is not None:
+            kind, exponent = found
+            bits = np.fromfile(header.file, kind, header.numel, offset=header.begin)
+            finite = not np.any(bits & exponent == exponent)
+        else:
+            continue
+        if not finite:
+            fix = "take an earlier adapter, or train anew"
+            raise Refused(f"{folder}: {name} has values that are not finite; {fix}")
 
 
 def model_weights(base: Path) -> dict[str, TensorHeader]:

@@ -64,6 +64,10 @@ class Backend:
     Empty: it has none."""
     package: str = ""
     """The pip requirement of a module that is not part of verl."""
+    copies: bool = False
+    """True for a model engine of which every data rank has the whole weights of its part."""
+    replays_routes: bool = False
+    """True for a model engine that computes tokens with the experts which the rollout chose."""
     worker_packages: tuple[tuple[str, str], ...] = ()
     """(package, start of the version) with which a model engine was run, in the environment of its workers."""
     requires: tuple[str, str] | None = None
@@ -96,19 +100,22 @@ MODEL: Table = {
         options="verl.model_engine.options:Options",
         faults="verl.model_engine.faults:torch_faults",
         across_processes="sharded",
+        replays_routes=True,
         sibling="verl.model_engine.sibling:build_sibling",
     ),
     "sharded": Backend(
         build="verl.model_engine.rank_engine:build",
         options="verl.model_engine.options:Options",
         faults="verl.model_engine.faults:sharded_faults",
+        replays_routes=True,
         sibling="verl.model_engine.rank_engine:build_rank_sibling",
     ),
     "megatron": Backend(
         build="verl.model_engine.megatron:build",
         options="verl.model_engine.megatron_options:Options",
-        memory="verl.model_engine.memory:megatron_memory",
+        memory="verl.model_engine.megatron_memory:megatron_memory",
         faults="verl.model_engine.megatron_options:megatron_faults",
+        copies=True,
         worker_packages=(("megatron-core", "0.19."),),
     ),
     "veomni": Backend(
@@ -300,6 +307,11 @@ def option_keys() -> Iterator[str]:
             yield from (f"{section}.engine_options.{field.name}" for field in fields)
 
 
+def has_option(row: Backend, name: str) -> bool:
+    """Return True if an engine has an option of this name."""
+    return name in {field.name for field in dataclasses.fields(import_object(row.options))}
+
+
 def complete_options(values: dict[str, Any]) -> list[str]:
     """Add the defaults of each section's engine to its `engine_options`, in place. Return a line for each fault."""
     given = values.get("algorithm.options", {})
@@ -316,9 +328,16 @@ def complete_options(values: dict[str, Any]) -> list[str]:
             cls = import_object(table[row].options)
             found, wrong = _converted(key, values[key], cls, f"The options of the {engine} engine")
             values[key] = {field.name: field.default for field in dataclasses.fields(cls)} | found
-            faults += wrong
+            faults += [_with_owners(section, key, line) for line in wrong]
     values["model.lora"], wrong = _converted("model.lora", values.get("model.lora", {}), LoraSpec, "The options")
     return faults + (wrong or [*lora_faults(values["model.lora"])])
+
+
+def _with_owners(section: str, key: str, fault: str) -> str:
+    """Return a line for an unknown option with the engines that have an option of its name."""
+    name = fault.removeprefix(f"{key}.").partition("=")[0]
+    owners = [] if "unknown; " not in fault else [e for e, row in TABLES[section].items() if has_option(row, name)]
+    return f"{fault}; {name} is an option of {section}.engine={' or '.join(owners)}" if owners else fault
 
 
 def _converted(key: str, given: Mapping[str, Any], cls: type, what: str) -> tuple[dict[str, Any], list[str]]:

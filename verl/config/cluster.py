@@ -69,8 +69,9 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
     yield from _missing_modules(config)
     if config.cluster.backend == "inproc":
         yield from _in_one_process(config)
-        yield from python_faults(config)
-        for section in ("model", "queue", "sync"):
+        missing = [*python_faults(config)]
+        yield from missing
+        for section in ("queue", "sync") if missing else ("model", "queue", "sync"):
             yield from faults_of(config, section, {}, {})
         return
     c = config.cluster

@@ -9,7 +9,7 @@ from verl.config.backends import options_of, traits_of
 from verl.config.model_files import folder_format
 from verl.config.schema import Config
 from verl.model_engine.lora_spec import trained_by
-from verl.model_engine.options import Options
+from verl.model_engine.options import Offloading
 from verl.wire import FP8
 from verl.workers.pools import MAIN, main_pool, pool_of
 
@@ -96,7 +96,7 @@ def rollout_dtype(config: Config) -> str:
 def offloaded(config: Config, *, trained: bool) -> tuple[str, ...]:
     """Return the parts of a model's state that are off the device between two uses."""
     options = options_of(config, "model")
-    return options.offload(trained=trained) if isinstance(options, Options) else ()
+    return options.offload(trained=trained) if isinstance(options, Offloading) else ()
 
 
 def streams_buckets(config: Config) -> bool:

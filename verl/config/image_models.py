@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import get_args
 
 from verl.algorithms.sections import is_url
+from verl.config.adapter import base_of, is_adapter
 from verl.config.backends import engine_name, traits_of
 from verl.config.model_files import EMBEDDING, HEAD, find_model_folder, read_model_config, read_weight_headers
 from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.optimizer_table import LR, PARTS
-from verl.models.families import FAMILIES, Part, family_name
+from verl.models.families import FAMILIES, Part, family_name, name_of
 from verl.rollout.traits import VLLM_IMAGES
 
 
@@ -25,10 +27,10 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
         yield f"model.path={config.model.path}: {e}"
         return
     yield from _frozen_faults(config, kind)
+    if samples and config.reward.model is not None:
+        yield from _judge_faults(config, config.reward.model)
     if kind is None:
         return
-    if command == "rm":
-        yield from text_faults(config, f"verl {command} reads rows of text alone for a {kind}")
     what = f"model.path={config.model.path} is a {kind}, a model that reads images"
     if FAMILIES[kind].crossed:
         yield from _crossed_faults(config, f"{what} by cross-attention")
@@ -36,13 +38,29 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
         yield from _lora_faults(config, what, samples=samples)
     if FAMILIES[kind].bare and (engine := engine_name(config, "model")) != "torch":
         yield f"model.engine={engine}: {what}, with a vector in no module that ranks would divide; use one rank"
-    if command == "rm":
-        yield f"verl rm: {what}, and has no head for scores; give a language model"
+    if FAMILIES[kind].sounds and (engine := engine_name(config, "model")) != "torch":
+        why = "and sounds, and ranks without a sound would not run its audio tower"
+        yield f"model.engine={engine}: {what} {why}; use one rank"
+    if command == "rm" and trained_by(config.model.lora) is not None:
+        yield f"model.lora with verl rm: {what}; no test trains factors below a head for scores of one; leave it out"
     if any(is_url(path) for path in config.teacher.roles().values()):
         yield f"teacher.path: {what}, which never samples placeholders; a server counts them: give a teacher's folder"
     able = traits_of(config.rollout.engine)
     if samples and able.server and not (able.media and kind in VLLM_IMAGES):
         yield f"rollout.engine={config.rollout.engine}: {what}, which was not tested with it; use rollout.engine=native"
+
+
+def _judge_faults(config: Config, path: str) -> Iterator[str]:
+    """Yield a line for a reward model that is an adapter of a model that reads images."""
+    if not is_adapter(Path(path).expanduser()):
+        return
+    try:
+        kind = name_of(read_model_config(find_model_folder(base := base_of(path, config.model.path))))
+    except Refused:  # the checks of adapters report it
+        return
+    if kind in FAMILIES:
+        why = f"an adapter of {base}, a {kind}, which no test scores with"
+        yield f"reward.model={path}: {why}; give a whole reward model, as verl rm makes it"
 
 
 def _crossed_faults(config: Config, what: str) -> Iterator[str]:
@@ -72,7 +90,10 @@ def _frozen_faults(config: Config, kind: str | None) -> Iterator[str]:
     if kind is None and (frozen or own):
         key = given if frozen else f"optim.options.lr.{own[0]}"
         yield f"{key}: model.path={config.model.path} reads text alone, and has no such part; leave it out"
-    if {*frozen} >= {*get_args(Part)}:
+    absent = [part for part in ("audio",) if kind is not None and part not in FAMILIES[kind].parts]
+    for key in [*(given for part in absent if part in frozen), *(f"optim.options.lr.{p}" for p in absent if p in own)]:
+        yield f"{key}: model.path={config.model.path} is a {kind}, which reads no sounds; leave audio out"
+    if kind is not None and {*frozen} >= {*FAMILIES[kind].parts}:
         yield f"{given}: nothing would be trained; leave a part out"
     if adapted and "language" in frozen:
         yield f"{given} with model.lora: the factors are those of the language model; leave language out"
@@ -92,6 +113,20 @@ def text_faults(config: Config, why: str) -> Iterator[str]:
     for part in _own_rates(config):
         if part not in config.model.freeze:
             yield f"optim.options.lr.{part}: {why}; text does not train the part; leave its rate out"
+
+
+def idle_faults(config: Config, why: str, *, images: bool, sounds: bool) -> Iterator[str]:
+    """Yield a line for each setting of the parts of a model that reads sounds which its rows would leave without
+    effect. images, sounds: whether any row has one, at least one of them is True · why: that the rows have no other"""
+    kind = family_name(read_model_config(find_model_folder(config.model.path)))
+    if kind is None or FAMILIES[kind].sounds is None or trained_by(config.model.lora) is not None:
+        return
+    idle = {*(() if images else ("vision", "projector")), *(() if sounds else ("audio",))}
+    if {*FAMILIES[kind].parts} - {*config.model.freeze} <= idle:
+        yield f"{_freeze(config)}: {why}, so nothing would be trained; leave language out"
+    for part in _own_rates(config):
+        if part in idle and part not in config.model.freeze:
+            yield f"optim.options.lr.{part}: {why}, which alone train the part; leave its rate out"
 
 
 def _freeze(config: Config) -> str:

@@ -17,6 +17,7 @@ from verl.config.adapter import (
     one_projection,
     read_factors,
     read_trained,
+    refuse_not_finite,
 )
 from verl.config.backends import options_of, traits_of
 from verl.config.cluster import TRAINS
@@ -54,6 +55,10 @@ class TrainedFactors:
     def whole(self, *, head: bool = True) -> int:
         """Return the number of values in the weights that are trained whole. head: with those of the output head."""
         return sum(math.prod(shape) for name, shape in self.saved.items() if head or not name.endswith(HEAD))
+
+    def whole_outside(self) -> int:
+        """Return the number of values in an embedding and an output head that are trained whole."""
+        return sum(math.prod(s) for name, s in self.saved.items() if EMBEDDING.search(name) or name.endswith(HEAD))
 
     @property
     def parameters(self) -> int:
@@ -117,11 +122,12 @@ def _factors(parts: Mapping[str, tuple[Shape, Shape]], saved: Mapping[str, Shape
 
 def served_factors(config: Config) -> TrainedFactors | None:
     """Return the factors of the policy that rollout engines get unmerged, after their base; None if their weights have
-    the factors added, as where modules are trained whole, or if all weights are trained. Raise ValueError as
-    `trained_factors` does."""
+    the factors added, or if all weights are trained. Raise ValueError as `trained_factors` does."""
     factors, options, url = trained_factors(config), config.rollout.engine_options, config.rollout.url
     traits = traits_of(config.rollout.engine)
-    if factors is None or factors.saved or streams_buckets(config) or not traits.lora_policy:
+    if factors is None or streams_buckets(config) or not traits.lora_policy:
+        return None
+    if factors.saved and not traits.lora_whole:
         return None
     if factors.of_experts and device_type_of(config, "rollout") not in traits.lora_experts_on:
         return None
@@ -151,13 +157,20 @@ def reads_codes(config: Config) -> bool:
 
 
 def lora_layer_faults(config: Config) -> Iterator[str]:
-    """Yield the reason why LoRA cannot train a model of this run, as far as its files show it."""
+    """Yield the reason why LoRA cannot train a model of this run, as far as its files and those of an adapter to start
+    from show it."""
     for path in dict.fromkeys((config.model.path, config.critic.path or config.model.path)):
         try:
             trained_factors(config, path)
         except ValueError as exc:
             yield str(exc)
             return
+    spec = trained_by(config.model.lora)
+    if spec is not None and spec.path is not None:
+        try:
+            refuse_not_finite(Path(spec.path).expanduser())
+        except ValueError as exc:
+            yield f"model.lora.path={exc}"
 
 
 def idle_lora(config: Config) -> Iterator[str]:

@@ -18,7 +18,7 @@ from verl.config.row_states import RowStates, row_states
 from verl.errors import Refused
 from verl.models.families import FAMILIES, name_of
 
-_EXPERT = re.compile(r"\.experts\.\d+\.(?:gate_proj|up_proj|w1|w3|(down_proj|w2))\.")
+EXPERT = re.compile(r"\.experts\.\d+\.(?:gate_proj|up_proj|w1|w3|(down_proj|w2))\.")
 DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _WANTED = "a Hugging Face folder (config.json, safetensors, tokenizer)"
@@ -30,7 +30,7 @@ _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
 _INTEGER_TABLES = ("_ids", "bias", "mask")  # positions and causal masks that some checkpoints store
 EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
-_LAYER = re.compile(r".*?\.\d+\.")
+LAYER = re.compile(r".*?\.\d+\.")
 HEAD, SCORE = "lm_head.weight", "score.weight"
 """The heads of language models and of reward models."""
 FURTHER = "mtp."
@@ -192,7 +192,7 @@ def _encoder(config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> 
     sizes: Counter[str] = Counter()
     for name, tensor in tensors.items():
         if (part := family.part_of(name)) != "language":
-            layer = _LAYER.match(name) if part == "vision" else None
+            layer = LAYER.match(name) if part in ("vision", "audio") else None
             sizes[layer[0] if layer else ""] += tensor.numel
     outside = sizes.pop("", 0)
     return outside + sum(sizes.values()), outside + sum(sorted(sizes.values())[-2:])
@@ -202,7 +202,7 @@ def _largest(tensors: Mapping[str, TensorHeader]) -> int:
     """Return the size of the largest tensor, after the experts of each layer were joined: down, and gate with up."""
     sizes: Counter[str] = Counter()
     for name, tensor in tensors.items():
-        sizes[_EXPERT.sub(r".experts.\1", name)] += tensor.numel
+        sizes[EXPERT.sub(r".experts.\1", name)] += tensor.numel
     return max(sizes.values(), default=0)
 
 

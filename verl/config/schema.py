@@ -86,7 +86,7 @@ class ModelConfig:
     """The part of a layer that is computed again in the backward pass. selective: all but matrix products and
     attention; full: all; auto: the first of none, selective and full that fits the memory, by the plan. true is full,
     and false is none."""
-    freeze: list[Annotated[str, one_of("vision|projector|language")]] = field(default_factory=list)
+    freeze: list[Annotated[str, one_of("vision|projector|audio|language")]] = field(default_factory=list)
     """Parts of a model that reads images which are not trained."""
     lora: dict[str, Any] = field(default_factory=dict)  # Of model_engine/lora_spec.py: rank, alpha, targets, path.
     quantization: Annotated[str, one_of("none|nf4|int8")] = "none"
@@ -114,6 +114,8 @@ class DataConfig:
     max_eval_rows: PositiveInt | None = None  # Null: all; where supervised, the first 256 are evaluated.
     num_workers: NonNegativeInt = adjustable(2)  # Processes that render, tokenise and filter.
     cache_dir: str | None = adjustable(None)  # Tokenised rows by content hash. Null: ~/.cache/verl.
+    media_hosts: list[str] = adjustable(factory=list)
+    """Hosts (example.org) from which images, videos and sounds that rows name by a URL are downloaded, once."""
     system_prompt: str | None = None  # Prepended when a row has no system message.
     max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024  # SFT: longer rows are refused or cut, by `truncation`.
 

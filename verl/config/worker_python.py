@@ -18,6 +18,7 @@ from verl.processes.child import output_of
 from verl.processes.environment import FOLDER, WORKER_PACKAGES, PythonEnvironment, source_digest
 
 LOOK_S = 120.0  # for reading the versions of an environment, on a cold disk
+_START = {"ray": "start Ray on every node, and verl, in it", "torchrun": "start torchrun by its Python"}
 INSTALL = f"pip install --group {FOLDER}/pyproject.toml:worker"
 
 
@@ -25,14 +26,16 @@ def python_faults(config: Config) -> Iterator[str]:
     """Yield a line if the models cannot be computed by the interpreter `model.python`."""
     python, backend = config.model.python, config.cluster.backend
     if python is None:
-        if backend != "inproc":  # in which such engines are refused
-            yield from _engine_faults(config, sys.executable)
+        yield from _engine_faults(config, sys.executable)
         return
     if backend == "torchrun":
         yield f"model.python={python} with torchrun, which has started this process: start torchrun by that Python"
     elif backend != "processes":
         where = "by the Python of Ray's nodes" if backend == "ray" else "in this process"
         fix = "set cluster.backend=processes, or leave it out"
+        if backend == "ray":
+            needs = f"an environment that has what model.engine={config.model.engine} needs"
+            fix = f"leave model.python out and start Ray and verl in {needs}, or set cluster.backend=processes"
         yield f"model.python={python} with cluster.backend={backend}: models are computed {where}; {fix}"
     else:
         try:
@@ -43,8 +46,8 @@ def python_faults(config: Config) -> Iterator[str]:
 
 
 def _engine_faults(config: Config, python: str) -> Iterator[str]:
-    """Yield a line for each package that the model engine needs and that this interpreter lacks, or has in a version
-    with which the engine was not run."""
+    """Yield a line if this interpreter lacks a package that the model engine needs, or has it in a version with which
+    the engine was not run."""
     engine = config.model.engine
     row = MODEL.get(engine)
     if row is None or not row.worker_packages:
@@ -53,8 +56,12 @@ def _engine_faults(config: Config, python: str) -> Iterator[str]:
     for name, wanted in row.worker_packages:
         if not packages.get(name, "").startswith(wanted):
             found = packages.get(name, "missing")
-            fix = f"make {engine}-env makes one with {name} {wanted}; name its Python in model.python"
-            yield f"model.engine={engine}: {name} is {found} in the environment of {python}; {fix}"
+            start = _START.get(config.cluster.backend, f"set model.python=.venv-{engine}/bin/python")
+            version = f"{wanted}x" if wanted.endswith(".") else wanted
+            fix = f"make {engine}-env makes one with {name} {version}; {start}"
+            instead = "or model.engine=torch, which computes the same in this one"
+            yield f"model.engine={engine}: {name} is {found} in the environment of {python}; {fix}, {instead}"
+            return
 
 
 @cache

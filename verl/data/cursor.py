@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,14 @@ class Cursor:
             return self._draw(heapq.heappop(self._returned))
         self._next += 1
         return self._draw(self._next - 1)
+
+    def coming(self, count: int) -> list[Draw]:
+        """Return the draws that `next` will return, without drawing them: at most `count`, and none of an epoch whose
+        tasks a curriculum has not chosen yet."""
+        numbers = chain(sorted(self._returned), range(self._next, self._next + count))
+        chosen = self._curriculum.chosen if self._curriculum is not None else None
+        known = takewhile(lambda number: chosen is None or chosen(number // self.num_tasks), numbers)
+        return [self._draw(number) for number in islice(known, count)]
 
     def give_back(self, draw: Draw) -> None:
         """Return a draw that will not be finished (over-sampling surplus, a cancelled group), so that `next` draws it
@@ -133,6 +142,10 @@ class Curriculum:
             if draw >= self._of[task]:
                 self._of[task], self.scores[task] = draw, score
         self.new.clear()
+
+    def chosen(self, epoch: int) -> bool:
+        """Return True if the tasks of this epoch are chosen."""
+        return epoch in self._orders
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the tasks [num_tasks] int64 of an epoch's draws, in their order."""

@@ -1,11 +1,13 @@
-"""Images and videos of rows: found in columns and content parts, checked by the headers of their files, and expanded to
-tokens.
+"""Images, videos and sounds of rows: found in columns and content parts, checked by the headers of their files, and
+expanded to tokens.
 
-    images  [item, ...] · image  item                verl's columns and TRL's; videos and video in the same way
+    images  [item, ...] · image  item                verl's columns and TRL's; videos, video, audios, audio likewise
     {"type": "image"} in the content of a message    the next item of the column
     {"type": "image", "image": item} · {"type": "image_url", "image_url": {"url": item}}
     item    a path, from the data file's folder or the working directory · bytes · {bytes, path} · a data URL
+            · a URL of a host of data.media_hosts
             of a video also a list of images, its frames, or {"video": list, "sample_fps": frames in a second}
+            of a sound also {array, sampling_rate}, or OpenAI's {"input_audio": {data, format}}
 
 `<image>` in a text is the place of the next image of the column. If neither marks nor parts give a place, images are
 in front of the first text of the user. Content that is no file is written to one beside the cached tables.
@@ -28,10 +30,12 @@ import numpy as np
 from verl.chat.conversation import Rendered
 from verl.chat.messages import Messages
 from verl.config.model_files import read_model_config
+from verl.data.downloads import downloaded
 from verl.data.media import is_media_column, refuse_media
 from verl.data.media_items import (
     IMAGE,
     ITEM_FIX,
+    SOUND,
     VIDEO,
     MediaKind,
     data_url_of,
@@ -42,11 +46,14 @@ from verl.data.media_items import (
     with_places,
     written_once,
 )
+from verl.data.sounds import sounds_as_files
 from verl.errors import Refused
 from verl.models.clips import CLIPS
-from verl.models.expand import Expander, Expansion, expander
-from verl.models.families import ImageFamily, family_name, family_of
+from verl.models.expand import Expander, Expansion, expander, placeholder_positions
+from verl.models.families import FAMILIES, ImageFamily, family_name, family_of
 from verl.models.image_files import decoded_image, image_processor, image_size
+from verl.models.sound_reader import SoundReader, sound_reader
+from verl.models.sounds import is_sound
 from verl.models.video_files import video_facts
 from verl.models.videos import FILES, Encode, VideoReader, video_reader
 from verl.types import TaskImage
@@ -63,7 +70,7 @@ class SeenRow(NamedTuple):
 
 
 class ImageFile(NamedTuple):
-    """A file with an image or a video, of which the header was read. head, frames: as in `TaskImage`"""
+    """A file with an image, a video or a sound, of which the header was read. head, frames: as in `TaskImage`"""
 
     path: str
     num_bytes: int
@@ -78,17 +85,20 @@ class ImageFile(NamedTuple):
         return [path for path, _, _ in self.frames] or self.path
 
 
-@dataclass(frozen=True)
+@dataclass
 class ImageRules:
     """Reads the images of rows for one model. digest: a hash of the files on which an image's tokens and pixels depend,
-    beside its tokenizer · content: the folder for content that is no file · videos: rows may have videos, if the model
-    reads them"""
+    beside its tokenizer · content: the folder for content that is no file · sounds: rows may have sounds, if the model
+    reads them · hosts: those from which media are downloaded · ask: `answer` in another process, which has the image
+    processor; None: it is loaded here when it is needed"""
 
     folder: Path = field(repr=False)
     content: Path = field(repr=False)
     digest: str
     tokenizer: Any = field(repr=False)
-    videos: bool = False
+    sounds: bool = False
+    hosts: tuple[str, ...] = field(default=(), repr=False)
+    ask: Callable[[tuple[int, int]], Expansion | str | None] | None = field(init=False, default=None, repr=False)
 
     @cached_property
     def model(self) -> tuple[ImageFamily, Any]:
@@ -101,25 +111,44 @@ class ImageRules:
         return family, config
 
     @cached_property
+    def model_type(self) -> str:
+        return str(self.model[1].model_type)
+
+    @cached_property
     def placeholders(self) -> dict[str, int]:
         """The token that the chat template writes for each kind of media."""
         family, config = self.model
-        image = {IMAGE.name: family.placeholder(config)}
-        return image | ({VIDEO.name: int(config.video_token_id)} if self._reads_videos else {})
+        found = {IMAGE.name: family.placeholder(config)}
+        if VIDEO in self.kinds:
+            found[VIDEO.name] = int(config.video_token_id)
+        if SOUND in self.kinds:
+            found[SOUND.name] = int(config.audio_token_id)
+        return found
 
     @cached_property
-    def _reads_videos(self) -> bool:
-        return self.videos and self.model[1].model_type in CLIPS
+    def kinds(self) -> tuple[MediaKind, ...]:
+        """The kinds of media that rows may have."""
+        family, config = self.model
+        read = (VIDEO, config.model_type in CLIPS), (SOUND, family.sounds is not None and self.sounds)
+        return (IMAGE, *(kind for kind, able in read if able))
 
-    @property
-    def _videos_fix(self) -> str:
-        here = "not for a " + self.model[1].model_type if self.videos else "in rows of verl train alone"
-        return f"Videos are read for {', '.join(CLIPS)}, {here}"
+    def _fix(self, kind: MediaKind) -> str:
+        """Return which models read videos or sounds."""
+        able = [*CLIPS] if kind == VIDEO else [name for name, family in FAMILIES.items() if family.sounds]
+        train_alone = kind == SOUND and not self.sounds
+        here = "in rows of verl train alone" if train_alone else f"not for a {self.model_type}"
+        return f"{_called(kind).capitalize()} are read for {', '.join(able)}, {here}"
 
     @cached_property
     def _videos(self) -> VideoReader:
         reader = video_reader(self.folder, self.model[1])
         assert reader is not None, "a model that reads videos"
+        return reader
+
+    @cached_property
+    def _sounds(self) -> SoundReader:
+        reader = sound_reader(self.folder, self.model[1])
+        assert reader is not None, "a model that reads sounds"
         return reader
 
     @cached_property
@@ -136,17 +165,21 @@ class ImageRules:
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("folder", "content", "digest", "tokenizer", "videos")
-        return {name: getattr(self, name) for name in own}
+        own = ("folder", "content", "digest", "tokenizer", "sounds", "hosts", "kinds", "placeholders", "model_type")
+        return {name: self.__dict__[name] for name in own if name in self.__dict__}
 
     def seen(self, row: dict[str, Any], messages: Messages, where: str, encode: Encode) -> SeenRow:
-        """Return the row with its images and videos. encode: the ids of a text. Raise Refused for one that cannot be
-        read, and if media and their places in the messages do not fit."""
-        kinds = (IMAGE, VIDEO) if self._reads_videos else (IMAGE,)
-        if VIDEO not in kinds and (column := _column(row, VIDEO, where)) and _items(row[column]):
-            raise Refused(f"{where}: videos in the column {column!r}. {self._videos_fix}")
+        """Return the row with its images, videos and sounds. encode: the ids of a text. Raise Refused for one that
+        cannot be read, and if media and their places in the messages do not fit."""
+        kinds, unread = self.kinds, [kind for kind in (VIDEO, SOUND) if kind not in self.kinds]
+        for kind in unread:
+            if (column := _column(row, kind, where)) and _items(row[column]):
+                raise Refused(f"{where}: {_called(kind)} in the column {column!r}. {self._fix(kind)}")
+        if SOUND in kinds:
+            row, messages = sounds_as_files(row, where), sounds_as_files(messages, where)
         columns = {kind.name: _column(row, kind, where) for kind in kinds}
-        parts = [*_media_parts(messages, kinds, self._videos_fix, where)]
+        fixes = {part: self._fix(kind) for kind in unread for part in kind.parts}
+        parts = [*_media_parts(messages, kinds, fixes, where)]
         refuse_media(*_without_media(row, messages, columns, kinds), where)
         given, marked, front = dict[str, list[Any]](), list[MediaKind](), list[dict[str, str]]()
         for kind in kinds:
@@ -155,7 +188,7 @@ class ImageRules:
             own = [part for part in parts if part["type"] in kind.parts]
             inline = [source for part in own if (source := part_content(part, kind, where)) is not None]
             if items and inline:
-                both = f"{kind.name}s in the column {column!r} and in parts of messages"
+                both = f"{_called(kind)} in the column {column!r} and in parts of messages"
                 raise Refused(f"{where}: {both}. Fix: one of both")
             if column and any(kind.mark in text for m in messages for text in _texts(m)):
                 marked.append(kind)
@@ -179,17 +212,21 @@ class ImageRules:
         encode: Encode,
     ) -> SeenRow:
         places: dict[Any, tuple[str, str]] = {}
-        found: dict[str, list[ImageFile]] = {IMAGE.name: [], VIDEO.name: []}
+        found: dict[str, list[ImageFile]] = {kind.name: [] for kind in (IMAGE, VIDEO, SOUND)}
         for k, item in enumerate(given[IMAGE.name], start=1):
             found[IMAGE.name].append(self._image(item, f"{where}: image {k}", places))
         for k, item in enumerate(given.get(VIDEO.name, ()), start=1):
             found[VIDEO.name].append(self._video(item, f"{where}: video {k}", places, encode))
+        for k, item in enumerate(given.get(SOUND.name, ()), start=1):
+            found[SOUND.name].append(self._sound(item, f"{where}: sound {k}", places))
         if not any(found.values()):
             return SeenRow(messages, row, row, ())
         paths = {column: [file.named for file in found[name]] for name, column in columns.items() if column}
         rest = {name: iter(files) for name, files in found.items()}
         kinds = [part["type"] for m in messages if isinstance(m["content"], list) for part in m["content"]]
         files = tuple(next(rest[kind]) for kind in kinds if kind in rest)
+        if not places:  # no content to replace
+            return SeenRow(messages, row | paths, row, files)
         return SeenRow(messages, with_places(row, places, 0) | paths, with_places(row, places, 1), files)
 
     def _image(self, item: Any, where: str, places: dict[Any, tuple[str, str]]) -> ImageFile:
@@ -224,9 +261,17 @@ class ImageRules:
             )
         return ImageFile(str(path), facts.st_size, facts.st_mtime_ns, expansion, head.packed())
 
+    def _sound(self, item: Any, where: str, places: dict[Any, tuple[str, str]]) -> ImageFile:
+        path = self._file_of(item, SOUND, where, places)
+        with opened_file(path, where) as stream:
+            facts = os.fstat(stream.fileno())
+            head, expansion = self._sounds.of_file(stream, f"{where} ({path})")
+        return ImageFile(str(path), facts.st_size, facts.st_mtime_ns, expansion, head.packed())
+
     def _file_of(self, item: Any, kind: MediaKind, where: str, places: dict[Any, tuple[str, str]]) -> Path:
         """Return the file of an item, which is written if the item has the content itself."""
-        content, path = resolved(item, kind, where)
+        check = {IMAGE.name: image_size, VIDEO.name: video_facts}.get(kind.name) or self._sounds.of_file
+        content, path = resolved(item, kind, where, lambda url: downloaded(url, self.hosts, self.content, where, check))
         if content is not None:
             path = written_once(content, self.content)
             places[content] = str(path), f"blake2b:{path.name}"
@@ -243,21 +288,31 @@ class ImageRules:
         need. Raise Refused for sides that the processor refuses."""
         if sides in self._expansions:
             return self._expansions[sides]
-        processor, (family, config) = self._processor, self.model
+        found = self.answer(sides) if self.ask is None else self.ask(sides)
+        if isinstance(found, str):
+            raise Refused(f"{where}: {sides[1]} x {sides[0]} pixels: {found}")
+        if found is not None:
+            return self._expansions.setdefault(sides, found)
+        from verl.models.pictures import processed
+
+        return self._expander.of(processed(self._processor, decoded(), where, *self.model).grid)
+
+    def answer(self, sides: tuple[int, int]) -> Expansion | str | None:
+        """Return the tokens of an image of this height and width; a text: why the processor refuses it; None: they
+        depend on its pixels."""
+        (family, config), processor = self.model, self._processor
         try:
             grid = family.grid_of(processor, config, *sides)
         except ValueError as e:
-            raise Refused(f"{where}: {sides[1]} x {sides[0]} pixels: {e}") from e
-        if grid is not None:
-            return self._expansions.setdefault(sides, self._expander.of(grid))
-        from verl.models.pictures import processed
-
-        return self._expander.of(processed(processor, decoded(), where, family, config).grid)
+            return str(e)
+        return None if grid is None else self._expander.of(grid)
 
 
-def image_rules(folder: Path, content: Path, tokenizer: Any, videos: bool) -> ImageRules | None:
-    """Return the reader of images, and if `videos` also of videos, for the model in a folder; None if it reads text
-    alone."""
+def image_rules(
+    folder: Path, content: Path, tokenizer: Any, *, sounds: bool = False, hosts: Sequence[str] = ()
+) -> ImageRules | None:
+    """Return the reader of images and videos, and if `sounds` also of sounds, for the model in a folder; None if it
+    reads text alone. content: the folder for content that is no file · hosts: those from which media are downloaded"""
     config = read_model_config(folder)
     if family_name(config) is None:
         return None
@@ -265,7 +320,7 @@ def image_rules(folder: Path, content: Path, tokenizer: Any, videos: bool) -> Im
     for settings in (folder / file for file in FILES):  # the first one may have settings of images too
         if settings.is_file():
             digest.update(settings.read_bytes())
-    return ImageRules(folder, content, digest.hexdigest(), tokenizer, videos)
+    return ImageRules(folder, content, digest.hexdigest(), tokenizer, sounds, tuple(hosts))
 
 
 def expanded(
@@ -274,7 +329,7 @@ def expanded(
     """Return a prompt's ids [P] int64 with the tokens of each image in the place of its placeholder, and the images
     with their places."""
     parts, found, start, at = list[np.ndarray](), list[TaskImage](), 0, 0
-    for image, place in zip(images, np.flatnonzero(np.isin(ids, [*placeholders])), strict=True):
+    for image, place in zip(images, placeholder_positions(ids, placeholders), strict=True):
         parts += [ids[start:place], image.expansion.ids]
         at += int(place) - start
         tokens = at + image.expansion.start, image.expansion.tokens
@@ -287,7 +342,7 @@ def expanded(
 def expanded_row(row: Rendered, placeholders: Collection[int], images: Sequence[ImageFile]) -> Rendered:
     """Return a row of training with the tokens of its images in the place of their placeholders. images: those of its
     conversation, of which the row has the first ones."""
-    places = np.flatnonzero(np.isin(row.ids, [*placeholders]))
+    places = placeholder_positions(row.ids, placeholders)
     ids, seen = expanded(row.ids, placeholders, images[: len(places)])
     lengths = np.ones(len(row.ids), np.int64)
     lengths[places] = [len(image.expansion.ids) for image in images[: len(places)]]
@@ -312,9 +367,13 @@ def images_of(packed: np.ndarray) -> tuple[TaskImage, ...]:
 
 
 def paths_of(files: Sequence[ImageFile]) -> dict[str, list[Any]]:
-    """Return the paths of a row's images and of its videos, for reward functions; without the kinds that it has not."""
-    images, videos = ([f.named for f in files if bool(f.head) == video] for video in (False, True))
-    return {name: paths for name, paths in (("images", images), ("videos", videos)) if paths}
+    """Return the paths of a row's images, videos and sounds, for reward functions; without the kinds that it has
+    not."""
+    found = dict[str, list[Any]]()
+    for file in files:
+        kind = IMAGE if not file.head else SOUND if is_sound(file.head) else VIDEO
+        found.setdefault(kind.columns[0], []).append(file.named)
+    return found
 
 
 def unchanged(image: TaskImage) -> str:
@@ -329,11 +388,16 @@ def unchanged(image: TaskImage) -> str:
     return ""
 
 
+def _called(kind: MediaKind) -> str:
+    """Return how errors name media of a kind."""
+    return "sounds" if kind == SOUND else f"{kind.name}s"
+
+
 def _column(row: Mapping[str, Any], kind: MediaKind, where: str) -> str:
     filled = [key for key in kind.columns if key in row and _items(row[key])]
     if len(filled) > 1:
         many, one = kind.columns
-        raise Refused(f"{where}: {many} in the columns {many!r} and {one!r}. Fix: one of both")
+        raise Refused(f"{where}: {_called(kind)} in the columns {many!r} and {one!r}. Fix: one of both")
     named = [key for key in kind.columns if key in row]
     return (filled or named or [""])[0]
 
@@ -369,7 +433,7 @@ def _texts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _media_parts(
-    messages: Messages, kinds: Sequence[MediaKind], videos_fix: str, where: str
+    messages: Messages, kinds: Sequence[MediaKind], fixes: Mapping[str, str], where: str
 ) -> Iterator[Mapping[str, Any]]:
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
@@ -377,7 +441,7 @@ def _media_parts(
             if any(kind in one.parts for one in kinds):
                 yield part
             elif not isinstance(part.get("text"), str):
-                fix = videos_fix if kind in VIDEO.parts else ITEM_FIX
+                fix = fixes.get(str(kind), ITEM_FIX)
                 raise Refused(f"{where}: a message of {message['role']!r} has a content part of type {kind!r}. {fix}")
 
 
@@ -396,7 +460,7 @@ def _check_places(
     if wanted != len(found) or (inline and len(found) != len(own)):
         source = f"{len(found)} in the column {column!r}" if column else f"{len(found)} with content"
         raise Refused(
-            f"{where}: the messages have places for {wanted} {kind.name}s, and there are {source}. Fix: as many"
+            f"{where}: the messages have places for {wanted} {_called(kind)}, and there are {source}. Fix: as many"
         )
 
 

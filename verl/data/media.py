@@ -22,7 +22,8 @@ MAY_HOLD = re.compile(rf"(.*_)?({_KIND}|media|screenshots?|figures?|frames?|clip
 ABOUT = re.compile(rf"(.*_)?({_KIND})(_.*)?")
 """Names of columns that describe a medium."""
 PLACEHOLDER = re.compile(
-    r"</?\|?(start_of_|end_of_)?(image|img|picture|video|audio|vision)(_?(pad|start|end|token|\d+)| \d+)?\|?>|\[IMG\]",
+    r"</?\|?(start_of_|end_of_)?(image|img|picture|video|audio|vision)(_?(pad|start|end|bos|eos|token|\d+)| \d+)?\|?>"
+    r"|\[IMG\]",
     re.IGNORECASE,
 )
 """Placeholders in a text that a processor replaces by an image, a video or a sound."""

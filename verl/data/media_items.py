@@ -1,13 +1,15 @@
-"""Items of columns and content parts that are images or videos: their content, and the files with it."""
+"""Items of columns and content parts that are images, videos or sounds: their content, and the files with it."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import hashlib
+import os
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +30,16 @@ class MediaKind(NamedTuple):
     sources: tuple[str, ...]
 
 
-def _kind(name: str) -> MediaKind:
+def _kind(name: str, *more_sources: str) -> MediaKind:
     parts = frozenset({name, f"{name}_url", f"input_{name}"})
-    sources = (name, f"{name}_url", "url", "path", "bytes", "file")
+    sources = (name, f"{name}_url", "url", "path", "bytes", "file", *more_sources)
     return MediaKind(name, (f"{name}s", name), f"<{name}>", {"type": name}, parts, sources)
 
 
-IMAGE, VIDEO = _kind("image"), _kind("video")
+IMAGE, VIDEO, SOUND = _kind("image"), _kind("video"), _kind("audio", "input_audio")
 _RATE = "sample_fps"
 """The key with the frames in a second of a video that is a list of images."""
-ITEM_FIX = "Fix: a file (PNG, JPEG or WEBP; MP4 or WEBM), bytes, or a data URL"
+ITEM_FIX = "Fix: a file (PNG, JPEG or WEBP; MP4 or WEBM; WAV, MP3 or FLAC), bytes, or a data URL"
 
 
 def part_content(part: Mapping[str, Any], kind: MediaKind, where: str) -> Any:
@@ -74,8 +76,11 @@ def frames_of(item: Any, where: str) -> tuple[list[Any] | None, float | None]:
     return None, None
 
 
-def resolved(item: Any, kind: MediaKind, where: str) -> tuple[bytes | None, Path]:
-    """Return the content of an item of a column or part, or else the path of its file."""
+def resolved(
+    item: Any, kind: MediaKind, where: str, downloaded: Callable[[str], Path] | None = None
+) -> tuple[bytes | None, Path]:
+    """Return the content of an item of a column or part, or else the path of its file. downloaded: returns the file of
+    a URL; None: URLs are refused"""
     if isinstance(item, bytes):
         return item, Path()
     if isinstance(item, Mapping):
@@ -83,7 +88,7 @@ def resolved(item: Any, kind: MediaKind, where: str) -> tuple[bytes | None, Path
         key = next((key for key in ("bytes", *kind.sources) if key in filled), None)
         if key is None or filled.keys() - {*kind.sources}:
             raise Refused(f"{where}: an object with the keys {names_of(filled)}. {ITEM_FIX}")
-        return resolved(filled[key], kind, where)
+        return resolved(filled[key], kind, where, downloaded)
     if not isinstance(item, str):
         raise Refused(f"{where}: {kind_of(item)}. {ITEM_FIX}")
     if item.startswith("data:"):
@@ -93,6 +98,8 @@ def resolved(item: Any, kind: MediaKind, where: str) -> tuple[bytes | None, Path
         except binascii.Error as e:
             raise Refused(f"{where}: a data URL that is not base64: {e}. {ITEM_FIX}") from e
     if re.match(r"https?://", item):
+        if downloaded is not None:
+            return None, downloaded(item)
         raise Refused(f"{where}: {item[:120]}: {kind.name}s are not downloaded. Fix: download them, and name the files")
     return None, _found(item.removeprefix("file://"), where)
 
@@ -104,13 +111,19 @@ def _refuse_url(where: str) -> bytes:
 def _found(name: str, where: str) -> Path:
     """Return the path of a file that a row names: absolute, from the folder of the data file, or from the working
     directory."""
-    data = Path(re.split(r":(?:\d+| row \d+| item \d+): ", where)[0]).expanduser().parent
-    given = Path(name).expanduser()
-    tried = [given] if given.is_absolute() else [(data / given).absolute(), given.absolute()]
+    given, here = os.path.expanduser(name), os.getcwd()
+    folder = _folder_of(re.split(r":(?:\d+| row \d+| item \d+): ", where)[0])
+    tried = [given] if os.path.isabs(given) else [os.path.join(here, folder, given), os.path.join(here, given)]
     for path in tried:
-        if path.is_file():
-            return path
-    raise Refused(f"{where}: no file {' or '.join(dict.fromkeys(map(str, tried)))}")
+        if os.path.isfile(path):
+            return Path(path)
+    raise Refused(f"{where}: no file {' or '.join(dict.fromkeys(str(Path(path)) for path in tried))}, or none to read")
+
+
+@lru_cache(maxsize=64)
+def _folder_of(file: str) -> str:
+    """Return the folder of a data file."""
+    return str(Path(file).expanduser().parent)
 
 
 def opened_file(path: Path, where: str) -> Any:
@@ -124,12 +137,28 @@ def written_once(content: bytes, folder: Path) -> Path:
     """Return the file with this content, which is written once, under the name of its hash."""
     name = hashlib.blake2b(content, digest_size=16).hexdigest()
     path = folder / name[:2] / name
-    if not path.is_file() or path.stat().st_size != len(content):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        coming = path.with_suffix(f".{uuid.uuid4().hex}")
-        coming.write_bytes(content)
+    if (there := path.is_file()) and path.stat().st_size == len(content):
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    coming = path.with_suffix(f".{uuid.uuid4().hex}")
+    coming.write_bytes(content)
+    if there:  # damaged
         coming.rename(path)
+    else:
+        published(coming, path)
     return path
+
+
+def published(coming: Path, path: Path) -> None:
+    """Give a complete file its name. If another process was first, its file stays: rows that were read have the time of
+    its last change."""
+    try:
+        os.link(coming, path)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        os.replace(coming, path)
+    coming.unlink(missing_ok=True)
 
 
 def data_url_of(item: Any, kind: MediaKind) -> Any:

@@ -2,10 +2,15 @@
 
 Workers are fresh interpreters (`python -P -m verl.data.parallel FD DIR`), so nothing is forked and a script needs no
 main guard. One thread of the parent drives each worker. The function, chunks and results are files in a temporary
-folder; the pipe carries only messages of a few bytes, so neither side can block on a write to the other.
+folder; the pipe carries messages of a few bytes, and answers, for which the worker waits. So neither side can block on
+a write to the other.
 
-    worker -> up · progress ROWS (at once, then at most one per second) · done · refused TEXT (a ValueError)
-    parent -> NUMBER of a chunk · (end of file: stop)
+    worker -> up · progress ROWS (at once, then at most one per second) · ask QUESTION · done
+            · refused TEXT (a ValueError)
+    parent -> NUMBER of a chunk · the answer to a question · (end of file: stop)
+
+A function that `Asks` gets answers from its original in the parent, which has libraries loaded that take a worker
+seconds.
 
 Any other exception ends the worker; its traceback is then part of the parent's error.
 """
@@ -19,13 +24,15 @@ import queue
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
@@ -33,6 +40,7 @@ from verl.processes.child import Child
 
 # Called with a chunk and a function to report progress with (rows of the chunk that are done).
 OnChunk = Callable[[Sequence[Any], Callable[[int], None]], Any]
+Ask = Callable[[Any], Any]
 MESSAGE_BYTES = 2000
 PROGRESS_EVERY_S = 1.0
 REAP_S = 10.0
@@ -43,6 +51,23 @@ class ReaderDied(RuntimeError):
     """A data worker crashed, was killed or did not report progress in time. The text has the cause."""
 
 
+@runtime_checkable
+class Asks(Protocol):
+    """A function whose copies in workers ask its original in the parent."""
+
+    def prepare(self) -> None:
+        """Compute what the copies need, before they are made."""
+        ...
+
+    def answer(self, question: Any) -> Any:
+        """Return the answer to a question of a copy."""
+        ...
+
+    def connect(self, ask: Ask) -> None:
+        """Use `ask` for questions from now on, as a copy."""
+        ...
+
+
 def run_chunks(
     function: OnChunk, chunks: Iterable[Sequence[Any]], *, num_workers: int, timeout_s: float
 ) -> Iterator[Any]:
@@ -50,6 +75,8 @@ def run_chunks(
 
     Raise ReaderDied if a worker dies, or reports no progress for `timeout_s` seconds.
     """
+    if isinstance(function, Asks):
+        function.prepare()
     try:
         packed = pickle.dumps(function)
     except (pickle.PicklingError, TypeError, AttributeError) as exc:
@@ -60,6 +87,12 @@ def run_chunks(
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix="verl-data")
     running: deque[Future[Path]] = deque()
+    answering = threading.Lock()
+
+    def answer(question: Any) -> Any:
+        assert isinstance(function, Asks), "a function that asks"
+        with answering:  # tokenizers are not used by several threads
+            return function.answer(question)
 
     def work(number: int, rows: range) -> Path:
         worker = idle.get()
@@ -77,7 +110,7 @@ def run_chunks(
     try:
         (folder / "function").write_bytes(packed)
         for _ in range(num_workers):
-            workers.append(_Worker(folder, timeout_s))
+            workers.append(_Worker(folder, timeout_s, answer))
             idle.put(workers[-1])
         first_row = 0
         for number, chunk in enumerate(chunks):
@@ -100,8 +133,8 @@ def run_chunks(
 class _Worker:
     """The parent's side of one worker process; used by one thread at a time."""
 
-    def __init__(self, folder: Path, timeout_s: float) -> None:
-        self._folder, self._timeout_s = folder, timeout_s
+    def __init__(self, folder: Path, timeout_s: float, answer: Ask) -> None:
+        self._folder, self._timeout_s, self._answer = folder, timeout_s, answer
         self._conn, theirs = Pipe(duplex=True)
         self._log = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by `close`)
         self._state = "while starting its interpreter"
@@ -119,11 +152,11 @@ class _Worker:
 
     def run(self, number: int, rows: range) -> Path:
         """Let the worker compute a chunk, and return the file with its result."""
-        try:
-            self._conn.send(number)
-        except OSError:
-            raise ReaderDied(self._end_described()) from None
-        while (message := self._receive())[0] in ("up", "progress"):
+        self._send(number)
+        while (message := self._receive())[0] in ("up", "progress", "ask"):
+            if message[0] == "ask":
+                self._send(self._answer(message[1]))
+                continue
             left = rows[message[1] :]
             loading = message[0] == "up"
             self._state = "while loading the tokenizer" if loading else f"in rows {left.start + 1} to {left.stop}"
@@ -132,6 +165,12 @@ class _Worker:
             raise Refused(value)
         assert kind == "done", f"unknown message {kind!r} of a data worker"
         return self._folder / f"{number}.out"
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._conn.send(message)
+        except OSError:
+            raise ReaderDied(self._end_described()) from None
 
     def _receive(self) -> tuple[str, Any]:
         try:
@@ -168,10 +207,17 @@ def serve_chunks(conn: Connection, folder: Path) -> None:
     try:
         conn.send(("up", 0))
         function: OnChunk = pickle.loads((folder / "function").read_bytes())
+        if isinstance(function, Asks):
+            function.connect(partial(_answered, conn))
         while True:
             _work(conn, function, folder, conn.recv())
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
+
+
+def _answered(conn: Connection, question: Any) -> Any:
+    conn.send(("ask", question))
+    return conn.recv()
 
 
 def _work(conn: Connection, function: OnChunk, folder: Path, number: int) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from verl.chat.conversation import Rendered
-from verl.chat.template import RowRefused, Tokenizer, rendered_ids
+from verl.chat.encoding import rendered_ids
+from verl.chat.template import RowRefused, Tokenizer
 from verl.config.schema import DataConfig
 from verl.data.columns import CONTEXT_COLUMNS
 from verl.data.formats import COMPLETION_KEYS

@@ -53,6 +53,10 @@ class PairTable:
         """True if any row has an image."""
         return any(pair.chosen.images for pair in self.pairs)
 
+    def kinds_of_media(self) -> tuple[bool, bool]:
+        """Return whether any row has an image, and whether any has a sound, which rows of pairs have not."""
+        return self.has_images, False
+
     def __getitem__(self, index: int) -> Pair:
         return self.pairs[index]
 

@@ -7,19 +7,17 @@ import json
 import marshal
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
 
-from verl.chat.bridge import PlainText, plain_text
 from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.images import ImagePrompts, image_prompts
 from verl.chat.limits import TemplateOverrun, bounded_memory
 from verl.chat.load import require_chat_template
 from verl.chat.messages import KNOWN_KEYS, Messages
-from verl.chat.spelling import PLAIN_SPELLING, Spelling
 from verl.chat.template import (
     Message,
     Renderer,
@@ -45,7 +43,6 @@ from verl.data.formats import (
     row_kwargs,
     stored_answer,
     task_row,
-    with_hint,
     with_system,
 )
 from verl.data.images import ImageRules, SeenRow, cut_images, expanded, expanded_row, packed_images, paths_of
@@ -56,13 +53,14 @@ from verl.data.special import Found, SpecialTokens, add_found
 from verl.data.truths import kind_of_truth, unread_truths
 from verl.data.values import content_hash
 from verl.errors import Refused
-from verl.types import Score, Task, TaskImage, Trajectory
+from verl.types import TaskImage
 
 ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
 SAME_TABLE = (
     *("train_files", "eval_files", "shuffle", "seed", "max_rows", "max_eval_rows", "num_workers", "cache_dir"),
     "dataset_class",  # its rows are written to a file, and the file is in the key
+    "media_hosts",  # rows of another host are refused, not left out
 )
 CUT_AWAY = "no assistant token is left after truncation"
 OWN_SYSTEM = "column {!r} is not read: the messages have a system message of their own"
@@ -169,6 +167,21 @@ class RenderJob:
     def _image_prompts(self) -> ImagePrompts:
         assert self.images is not None
         return image_prompts(self.tokenizer, *self.images.model, self.images.placeholders)
+
+    def prepare(self) -> None:
+        """Compute for the copies of this job in workers what needs the model's configuration, and so torch."""
+        if self.images is not None:
+            _ = self._image_prompts, self.images.model_type
+
+    def answer(self, question: Any) -> Any:
+        """Return the answer of `ImageRules`."""
+        assert self.images is not None, "a copy that reads images asks"
+        return self.images.answer(question)
+
+    def connect(self, ask: Callable[[Any], Any]) -> None:
+        """Ask the job in the parent for the tokens of images."""
+        if self.images is not None:
+            self.images.ask = ask
 
     def entries(self, raw: RawRow, counts: RowCounts) -> list[Entry]:
         raise NotImplementedError
@@ -454,34 +467,6 @@ class ConversationJob(RenderJob):
             raise RowRefused(CUT_AWAY, f"{length} tokens, data.max_tokens_per_row={limit}")
         counts.rows_truncated += 1
         return {"ids": ids, "mask": mask, "images": packed_images(images)}
-
-
-@dataclass(frozen=True, slots=True)
-class Feedback:
-    """Renders a teacher's prompt that contains feedback on an attempt: the task's prompt, followed by the feedback of
-    the reward function or the environment. The feedback is encoded without control tokens, since it may quote the
-    attempt or a tool."""
-
-    plain: PlainText
-    template_kwargs: Mapping[str, Any]
-    longest: int
-    spelling: Spelling = PLAIN_SPELLING
-
-    def __call__(self, task: Task, attempt: Trajectory) -> Task:
-        """Return the task with the ids of that prompt as `context_ids`. If there is no feedback, or the prompt is
-        longer than `longest` tokens, the task is returned with `taught=False`."""
-        if not (prefix := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
-            return replace(task, taught=False)
-        messages = with_hint(tuple(map(dict, task.messages)), self.plain.marked(prefix))
-        renderer = Renderer(self.plain.tokenizer, self.template_kwargs, task.tools, self.spelling)
-        ids = self.plain.encode(renderer.text(messages, prompt=True))
-        return replace(task, taught=False) if len(ids) > self.longest else replace(task, context_ids=ids)
-
-
-def feedback_of(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any], longest: int) -> Feedback:
-    """Return a `Feedback` for prompts of at most `longest` tokens, in the spelling of the tokenizer's chat template."""
-    spelling = audit_template(tokenizer, template_kwargs).spelling if tokenizer.chat_template else PLAIN_SPELLING
-    return Feedback(plain_text(tokenizer), template_kwargs, longest, spelling)
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> np.ndarray:

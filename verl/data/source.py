@@ -34,6 +34,7 @@ from verl.data.render import ID_BYTES, Chunk, ConversationJob, PromptJob, Render
 from verl.data.special import special_lines
 from verl.errors import Refused
 from verl.leftovers import OwnFolder
+from verl.models.sounds import is_sound
 from verl.types import Task, TaskImage
 
 __all__ = ["ConversationTable", "Cursor", "Draw", "LoadReport", "TaskTable", "load_conversations", "load_tasks"]
@@ -80,6 +81,12 @@ class LoadReport(RowCounts):
         return f"{', '.join(parts)}; {self.total_tokens} tokens, longest {self.longest_tokens} ({where})"
 
 
+def kind_with_length(media: Sequence[TaskImage]) -> str:
+    """Return which of the kinds with a length in time is first among these: "video" or "sound"; "": all are images."""
+    head = next((one.head for one in media if one.head), b"")
+    return "" if not head else "sound" if is_sound(head) else "video"
+
+
 class _Table:
     """Entries of different lengths, stored in flat arrays. `key` is a hash of data, tokenizer and options: tables with
     equal keys have equal content."""
@@ -96,6 +103,11 @@ class _Table:
     def has_images(self) -> bool:
         """True if any row has an image."""
         return len(self._arrays["images"]) > 0
+
+    def kinds_of_media(self) -> tuple[bool, bool]:
+        """Return whether any row has an image or a video, and whether any has a sound."""
+        every = {is_sound(image.head) for images in _entries_of(self._arrays) for image in images}
+        return False in every, True in every
 
     def _part(self, name: str, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
@@ -115,17 +127,24 @@ class TaskTable(_Table):
         task_id = f"{int(self._arrays['hashes'][index]):0{2 * ID_BYTES}x}-{int(self._arrays['numbers'][index])}"
         parts = {name: self._part(name, index).astype(np.int64) for name in ("context", "answer")}
         own: dict[str, Any] = {f"{name}_ids": part if len(part) else None for name, part in parts.items()}
-        own["images"] = images_of(self._part("images", index))
+        own["images"] = self.images_at(index)
         return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **{**own, **TaskRow(*parsed)._asdict()})
+
+    def images_at(self, index: int) -> tuple[TaskImage, ...]:
+        """Return the images of an entry."""
+        return images_of(self._part("images", index))
 
     def first_with_images(self) -> int | None:
         """Return the index of the first entry with images; None if there is none."""
         return next(map(int, np.flatnonzero(self._arrays["images_lengths"])), None)
 
-    def first_with_videos(self) -> int | None:
-        """Return the index of the first entry with videos; None if there is none."""
-        seen = map(int, np.flatnonzero(self._arrays["images_lengths"]))
-        return next((index for index in seen if any(i.head for i in images_of(self._part("images", index)))), None)
+    def first_with_length(self) -> tuple[int, str] | None:
+        """Return the index of the first entry with a video or a sound, and which of them it has; None if there is
+        none."""
+        for index in map(int, np.flatnonzero(self._arrays["images_lengths"])):
+            if kind := kind_with_length(self.images_at(index)):
+                return index, kind
+        return None
 
 
 class ConversationTable(_Table):
@@ -153,7 +172,7 @@ def load_tasks(
     stops: see `RenderJob`
     model: the folder of the policy, which may read images; None: rows with images are refused
     """
-    images = rules_of_model(model, cfg, tokenizer, videos=True)
+    images = rules_of_model(model, cfg, tokenizer, sounds=True)
     job = PromptJob(tokenizer, cfg, template_kwargs or {}, stops, players=players, images=images)
     arrays, report, key = load_arrays(files, job, max_rows)
     if report.refused:
@@ -197,13 +216,14 @@ def load_conversations(
 
 
 def rules_of_model(
-    model: Path | None, cfg: DataConfig, tokenizer: Tokenizer, *, videos: bool = False
+    model: Path | None, cfg: DataConfig, tokenizer: Tokenizer, *, sounds: bool = False
 ) -> ImageRules | None:
-    """Return the reader of images for the model in a folder; None if its rows are rendered as text. videos: rows may
-    have videos"""
+    """Return the reader of images and videos for the model in a folder; None if its rows are rendered as text. sounds:
+    rows may have sounds too"""
     if model is None:
         return None
-    return image_rules(model, cache_path(cfg.cache_dir, "").parent / "media", tokenizer, videos)
+    content = cache_path(cfg.cache_dir, "").parent / "media"
+    return image_rules(model, content, tokenizer, sounds=sounds, hosts=cfg.media_hosts)
 
 
 def images_key(arrays: Mapping[str, np.ndarray], rules: ImageRules | None) -> str:

@@ -9,6 +9,7 @@ they are rows of a file: the same reader, checks and rendering.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,15 +18,18 @@ from typing import Any, Literal
 import numpy as np
 from omegaconf import OmegaConf
 
-from verl.chat.template import rendered_ids
+from verl.chat.encoding import rendered_ids
 from verl.data.files import expand_files, read_rows
 from verl.data.formats import COMPLETION_KEYS
+from verl.data.media_items import IMAGE, SOUND, VIDEO
+from verl.data.pixels import encoded_pixels, is_pixels, upright
 from verl.data.values import kind_of
 from verl.sandbox.messages import BadResult
 
 READ_TWICE = 8  # rows, the first of them
 ROW_IDS = ("raw_prompt_ids", "input_ids")
 BESIDE_IDS = ("attention_mask", "position_ids", "full_prompts")
+_MEDIA = {column for kind in (IMAGE, VIDEO, SOUND) for column in kind.columns}
 PLACEHOLDER = "dummy_tensor"
 """A column that verl adds so that a batch has a tensor."""
 UNUSED = {
@@ -168,7 +172,12 @@ def _built(cls: Any, files: Sequence[str], tokenizer: Any, config: Any, max_rows
 def _line(row: Any, where: str, kind: str, tokenizer: Any, options: Mapping[str, Any]) -> str:
     if not isinstance(row, Mapping):
         raise BadResult(f"{where} it returned {kind_of(row)}: return a mapping of columns")
-    plain = {str(key): _plain(value, f"{where} {str(key)!r}") for key, value in row.items() if key != PLACEHOLDER}
+    media = {*_MEDIA, "raw_prompt", options.get("prompt_key"), "messages"}
+    plain = {
+        str(key): _plain(value, f"{where} {str(key)!r}", media=key in media)
+        for key, value in row.items()
+        if key != PLACEHOLDER
+    }
     plain = _prompt_row(plain, where, tokenizer, options) if kind == "rl" else _ids_row(plain, where)
     return json.dumps(plain, ensure_ascii=True)
 
@@ -209,17 +218,27 @@ def _ids_row(row: dict[str, Any], where: str) -> dict[str, Any]:
     return row
 
 
-def _plain(value: Any, where: str) -> Any:
-    """Return a value converted to JSON types."""
+def _plain(value: Any, where: str, *, media: bool) -> Any:
+    """Return a value converted to JSON types. media: it may have bytes and images of Pillow, which become data URLs"""
+    if media and (isinstance(value, bytes) or is_pixels(value)):
+        return _data_url(value, where)
     if value is None or isinstance(value, str | bool | int | float):
         return str(value) if isinstance(value, str) else value.item() if isinstance(value, np.generic) else value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, where) for key, item in value.items()}
+        return {str(key): _plain(item, where, media=media) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, where) for item in value]
+        return [_plain(item, where, media=media) for item in value]
     if isinstance(value, np.ndarray | np.generic) or callable(getattr(value, "tolist", None)):  # also torch's
-        return _plain(value.tolist(), where)
+        return _plain(value.tolist(), where, media=media)
     raise BadResult(f"{where} is a {type(value).__name__}: give text, numbers, lists and mappings of them")
+
+
+def _data_url(value: Any, where: str) -> str:
+    try:
+        content = value if isinstance(value, bytes) else encoded_pixels(upright(value), where)
+    except ValueError as e:
+        raise BadResult(str(e)) from e
+    return f"data:;base64,{base64.b64encode(content).decode()}"
 
 
 def parts_of(named: str) -> Iterator[str]:

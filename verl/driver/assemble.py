@@ -19,7 +19,7 @@ from verl.algorithms.specs import GKDTopK, function
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, backend_of, import_object, layout_of, longest_sequence, options_of, traits_of
 from verl.config.cluster import placed_roles
-from verl.config.devices import colocated, drops_rollout_weights
+from verl.config.devices import base_format, colocated, drops_rollout_weights
 from verl.config.load import Resolved
 from verl.config.lora_layers import served_factors, trained_factors
 from verl.config.model_files import describe_model, find_model_folder
@@ -27,8 +27,8 @@ from verl.config.noise import noise_of
 from verl.config.schema import AlgorithmConfig, Config
 from verl.config.tree import changed
 from verl.data.cursor import Curriculum
+from verl.data.feedback import feedback_of
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
-from verl.data.render import feedback_of
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_fleet import fleet_of, rollout_engine
 from verl.driver.assemble_images import media_of_run, refuse_images, tool_images
@@ -251,6 +251,8 @@ def _publisher(
         lora=lora,
         trained_rank=factors.rank if factors else 0,
         trained_experts=factors is not None and factors.of_experts > 0,
+        trained_whole=factors is not None and bool(factors.saved),
+        quantised_base=base_format(config) != "none",
         sends_factors=served_factors(config) is not None,
     )
 

@@ -26,7 +26,7 @@ from verl.driver.rollouts import RolloutManager
 from verl.driver.setup import decoder, max_context_tokens, stop_ids, torch_dtype
 from verl.errors import Refused
 from verl.models.families import family_of
-from verl.models.pictures import Pictures
+from verl.models.pictures import Pictures, shared_pictures
 from verl.rollout.base import Peers, RolloutContext, RolloutEngine
 from verl.rollout.router import Router
 from verl.rollout.supervisor import Start
@@ -73,14 +73,15 @@ def rollout_engine(
     replica: int = 0,
     peers: Peers | None = None,
     media: MediaStore | None = None,
+    pictures: Pictures | None = None,
 ) -> RolloutEngine:
     """Build a rollout engine from the config.json of the model folder, since the trainer changes the attention in its
-    own copy. replica: the number of the server. media: the content of the images of prompts."""
+    own copy. replica: the number of the server. media: the content of the images of prompts. pictures: what reads it;
+    None: it is made here."""
     r = config.rollout
     hf_config = exact_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    pictures = None
-    if media is not None and family_of(hf_config) is not None:
-        pictures = Pictures(Path(config.model.path), media)
+    if pictures is None and media is not None and family_of(hf_config) is not None:
+        pictures = shared_pictures(Path(config.model.path).expanduser(), media)
     context = RolloutContext(
         hf_config=hf_config,
         max_context_tokens=max_context_tokens(config, hf_config),

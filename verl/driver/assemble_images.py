@@ -12,11 +12,12 @@ from verl.config.adapter import base_of
 from verl.config.backends import engine_name, traits_of
 from verl.config.model_files import find_model_folder, read_model_config
 from verl.config.schema import Config
-from verl.data.source import TaskTable
+from verl.data.source import TaskTable, kind_with_length
 from verl.driver.task_media import ToolImages
 from verl.errors import Refused
 from verl.models.clips import CLIPS, ClipRules
 from verl.models.families import FAMILIES, ImageFamily, name_of
+from verl.track.samples import MEDIA_FOLDER
 from verl.transfer_queue.base import MediaStore
 from verl.transfer_queue.media import FolderMedia
 from verl.types import Task
@@ -24,7 +25,7 @@ from verl.types import Task
 
 def media_of_run(run_dir: Path) -> MediaStore:
     """Return the store of the media of a run's recorded rows."""
-    return FolderMedia(run_dir / "media")
+    return FolderMedia(run_dir / MEDIA_FOLDER)
 
 
 def tool_images(config: Config, run_dir: Path, media: MediaStore | None) -> ToolImages:
@@ -40,11 +41,9 @@ def _no_tool_images(config: Config, media: MediaStore | None) -> str:
         return f"model.path={config.model.path} reads text alone"
     if media is None:
         return f"queue.engine={engine_name(config, 'queue')} stores none; use queue.engine=shared, on one host"
-    if config.reward.model is not None:
-        return f"reward.model={config.reward.model} reads text alone; use a reward function (reward.path)"
     if config.teacher.hint_key is not None:
         return f"teacher.hint_key={config.teacher.hint_key}: images beside hints are not read; leave it out"
-    for key, path in _readers(config):
+    for key, path in (*_readers(config), *_scorers(config)):
         if why := _unlike(config, path):
             return f"{key}={path}: {why}; use a model of the policy's family"
     return ""
@@ -61,10 +60,7 @@ def refuse_images(config: Config, tasks: TaskTable, eval_tasks: list[Task], medi
     fix = f"Fix: rows of text (the first one with images is row {row} of data.{file})"
     if media is None:
         raise _unstored(config, f"row {row} of data.{file} has images")
-    if config.reward.model is not None:
-        why = "a reward model reads prompts and answers as text, placeholders in the place of images"
-        raise Refused(f"reward.model={config.reward.model}: {why}. {fix}, or a reward function (reward.path)")
-    for key, path in _readers(config) if trained is not None else ():
+    for key, path in (*(_readers(config) if trained is not None else ()), *_scorers(config)):
         if why := _unlike(config, path):
             raise Refused(f"{key}={path}: {why}. {fix}, or a model of the policy's family")
     _refuse_videos(config, tasks, eval_tasks)
@@ -73,26 +69,27 @@ def refuse_images(config: Config, tasks: TaskTable, eval_tasks: list[Task], medi
 def _refuse_videos(config: Config, tasks: TaskTable, eval_tasks: list[Task]) -> None:
     """Raise Refused if there are rows with videos, and a part of the run reads images alone, or videos in another
     way."""
-    readers, server = dict(_readers(config)), traits_of(config.rollout.engine).server
+    readers, server = dict((*_readers(config), *_scorers(config))), traits_of(config.rollout.engine).server
     if not (server or readers):
         return
     policy = _clips_of(config.model.path)
     others = [(key, path) for key, path in readers.items() if _clips_of(base_of(path, config.model.path)) != policy]
-    evaluated = next((task.index for task in eval_tasks if any(image.head for image in task.images)), None)
-    file, row = "train_files", tasks.first_with_videos()
-    if row is not None and others:
-        key, path = others[0]
-        why = f"it does not read videos as the policy does, and row {row} of data.train_files has one"
-        raise Refused(f"{key}={path}: {why}. Fix: a model of the policy's family, or rows without videos")
-    if row is None:
-        file, row = "eval_files", evaluated
-    refuse_served_videos(config, f"data.{file}", row)
+    file, found = "train_files", tasks.first_with_length()
+    if found is None:
+        evaluated = ((task.index, kind) for task in eval_tasks if (kind := kind_with_length(task.images)))
+        file, found, others = "eval_files", next(evaluated, None), [o for o in others if o in [*_scorers(config)]]
+    if found is not None and others:
+        (key, path), (row, kind) = others[0], found
+        why = f"it does not read {kind}s as the policy does, and row {row} of data.{file} has one"
+        raise Refused(f"{key}={path}: {why}. Fix: a model of the policy's family, or rows without {kind}s")
+    refuse_served_videos(config, f"data.{file}", found)
 
 
-def refuse_served_videos(config: Config, file: str, row: int | None) -> None:
-    """Raise Refused if a server would answer rows with videos. row: the first of them; None: there is none."""
-    if row is not None and traits_of(config.rollout.engine).server:
-        why = f"row {row} of {file} has a video, and a server gets images alone"
+def refuse_served_videos(config: Config, file: str, found: tuple[int, str] | None) -> None:
+    """Raise Refused if a server would answer rows with videos or sounds. found: the first of them, and which of the two
+    it has; None: there is none."""
+    if found is not None and traits_of(config.rollout.engine).server:
+        why = f"row {found[0]} of {file} has a {found[1]}, and a server gets images alone"
         raise Refused(f"rollout.engine={config.rollout.engine}: {why}. Fix: rollout.engine=native")
 
 
@@ -118,6 +115,12 @@ def _readers(config: Config) -> Iterator[tuple[str, str]]:
         yield "critic.path", config.critic.path
     for role, path in config.teacher.folders().items():
         yield f"teacher.path{role.removeprefix(TEACHER).replace('_', 's.', 1)}", path
+
+
+def _scorers(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the key and the folder of the reward model, which computes the rows of evaluations too."""
+    if config.reward.model is not None:
+        yield "reward.model", config.reward.model
 
 
 def _unlike(config: Config, path: str) -> str:

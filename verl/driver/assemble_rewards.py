@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import chain
 
-import numpy as np
-
 from verl.algorithms.filters import Truncation
 from verl.algorithms.presets import settled
 from verl.config.frozen import thawed
@@ -24,7 +22,7 @@ from verl.reward.compute import CODE, check_data_source, readable_truth, right_a
 from verl.reward.model import Later, ModelReward, ScoreRows
 from verl.reward.pool import RewardPool, grader_spec
 from verl.reward.shaping import Shaped
-from verl.types import Task
+from verl.types import Segment, Task
 from verl.workers.model_workers import ModelWorkers
 
 REHEARSED_ROWS, TRUTHS_PER_SOURCE = 512, 4
@@ -148,7 +146,7 @@ def sandbox_of(config: Config, tasks: Sequence[Task]) -> tuple[str, ...]:
 
 
 def _score_rows(models: Mapping[str, ModelWorkers], timeout_s: float) -> ScoreRows:
-    async def score(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequence[float]:
+    async def score(rows: Sequence[tuple[Segment, ...]]) -> Sequence[float]:
         found = await asyncio.to_thread(models[REWARD_MODEL].score_rows, rows)  # blocks while the model is being built
         return await asyncio.wait_for(asyncio.wrap_future(found), timeout_s)
 

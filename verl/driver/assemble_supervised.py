@@ -48,6 +48,7 @@ from verl.driver.worker_setup import set_up_worker
 from verl.errors import Refused
 from verl.planner.disk import checkpoint_bytes
 from verl.planner.plan import trained_warnings
+from verl.planner.updates import update_text
 from verl.track.console import LiveProgress
 from verl.types import Sample
 from verl.workers.group import DevicePlace, Drivers
@@ -97,6 +98,8 @@ async def _run_of(
     config, (stage, eval_stage, summary) = resolved.config, stages
     for line in (f"data: {summary}", *(template_lines(config, tokenizer) if command != "rm" else ())):
         progress.message(line)
+    if config.optim.name != "adamw":
+        progress.message(f"optimizer: {update_text(config)}")
     for line in trained_warnings(config):
         progress.message(f"warning: {line}")
     num_steps = total_steps_of(config, len(stage.table), config.step.prompts_per_step)
@@ -193,7 +196,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
             "step.prompts_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
         )
     kind: dict[str, Any] = {"paired": paired, "needs_gap": needs_gap, "template_kwargs": kwargs, "stops": stops}
-    kind["model"] = model if command == "dpo" else None
+    kind["model"] = model
     pairs = [load_pairs(f, tokenizer, config.data, max_rows=n, **kind) if f else None for f, n in files]
     assert pairs[0] is not None, "validated"
     refuse_unembedded(config, tokenizer, *(table.report for table in pairs if table))

@@ -20,7 +20,7 @@ def policy_banned(config: Config, tokenizer: Any = None) -> tuple[int, ...]:
     if family is None:
         return ()
     described = exact_config(model.path)
-    if not family.marks:
+    if not family.marks and family.optional_marks is None:
         return banned_ids(described)
     if tokenizer is None:
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, trust_remote_code=model.trust_remote_code)

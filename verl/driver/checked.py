@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from verl.agent_loop.base import AgentLoopOutput, LoopOutput, RecordedCall, ServerManager, outputs_of
+from verl.agent_loop.base import AgentLoopOutput, LoopOutput, ServerManager, outputs_of
+from verl.driver.routes import with_routes
+from verl.recorded import RecordedCall
 from verl.rollout.base import Completion
 from verl.types import TEMPLATE, Medium, Segment, StopReason, as_ids
 
@@ -51,7 +53,8 @@ def check_output(output: LoopOutput, manager: ServerManager, max_tokens: int) ->
         reason = manager.ended_by or call.completion.stop_reason
         n = len(call.completion.ids)
         paid = _place_rewards(manager, turns, [np.ones(n, np.bool_)])
-        return CheckedOutput((prompt, *_sampled(call.completion, turns[0], 0, n)), reason, paid=paid)
+        made = with_routes((prompt, *_sampled(call.completion, turns[0], 0, n)), record)
+        return CheckedOutput(made, reason, paid=paid)
     outputs = outputs_of(output)
     turns = [manager.turn_side(k) for k in range(len(record))]
     trained = [np.zeros(len(call.completion.ids), np.bool_) for call in record]
@@ -98,7 +101,7 @@ def _row(
         raise ValueError(f"response_mask has {len(mask)} values for {len(ids)} response_ids")
     first = len(manager.record[0].prompt_ids) if manager.record else len(prompt_ids)
     room = max(0, first + max_tokens - manager.taken - len(prompt_ids))
-    media = _media_of(output, manager)
+    media = _media_of(output, manager, trained)
     room -= sum(len(prompt_ids) + room - m.start for m in media if m.start < len(prompt_ids) + room < m.end)
     cut = len(ids) > room
     ids, mask = ids[:room], mask[:room]
@@ -129,11 +132,36 @@ def _row(
                 segments.extend(_sampled(call.completion, turns[owner[a]], a - start + c, a - start + d))
         known[a - start : b - start] = True
         reason = call.completion.stop_reason if b - start == len(call.completion.ids) else "stop"  # cut by the loop
-    return _with_media(segments, media), reason, cut
+    return with_routes(_with_media(segments, media), manager.record), reason, cut
 
 
-def _media_of(output: AgentLoopOutput, manager: ServerManager) -> tuple[Medium, ...]:
-    return manager.media if output.media is None else tuple(output.media)
+def _media_of(
+    output: AgentLoopOutput, manager: ServerManager, trained: Sequence[np.ndarray] = ()
+) -> tuple[Medium, ...]:
+    """Return the images of a row: the loop's own, those of the longest call with which it begins, or of the task. If
+    such calls differ in images alone, they are those with which most tokens of the row were sampled, and the fewest of
+    them trained in an earlier row. trained: as in `_row`; a record of one call needs none"""
+    if output.media is not None:
+        return tuple(output.media)
+    if all(call.media == manager.media for call in manager.record):
+        return manager.media
+    prompt, ids = as_ids(output.prompt_ids), as_ids(output.response_ids)
+    whole, record = np.concatenate([prompt, ids]), manager.record
+    fitting = [call for call in record if np.array_equal(whole[: len(call.prompt_ids)], call.prompt_ids)]
+    longest = max((len(call.prompt_ids) for call in fitting), default=0)
+    found = [*dict.fromkeys(call.media for call in fitting if len(call.prompt_ids) == longest)]
+    if len(found) < 2:
+        return found[0] if found else manager.media
+
+    def sampled_and_new(media: tuple[Medium, ...]) -> tuple[int, int]:
+        owner = np.where(np.asarray(output.response_mask, bool), _owners(prompt, ids, media, record, trained), -1)
+        old = 0
+        for a, b in _runs(owner):
+            start = len(record[owner[a]].prompt_ids) - len(prompt)
+            old += int(trained[owner[a]][a - start : b - start].sum()) if owner[a] >= 0 else 0
+        return int((owner >= 0).sum()), -old
+
+    return max(found, key=sampled_and_new)
 
 
 def _with_media(segments: Sequence[Segment], media: Sequence[Medium]) -> tuple[Segment, ...]:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,16 +17,18 @@ import pyarrow.parquet as pq
 import uvloop
 
 from verl.chat import render_prompt
-from verl.chat.template import audit_template
+from verl.chat.images import image_prompts
+from verl.chat.template import Message, Renderer, RowRefused, audit_template
 from verl.config.lora_layers import untrained
 from verl.config.model_files import find_model_folder
 from verl.config.proven import unproven
 from verl.config.schema import Config
 from verl.config.validate import validate
 from verl.data.files import expand_files, read_rows
-from verl.data.images import unchanged
+from verl.data.images import expanded, unchanged
 from verl.data.lost import Coverage, lost_lines
-from verl.data.source import load_tasks
+from verl.data.media_items import IMAGE
+from verl.data.source import load_tasks, rules_of_model
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
 from verl.driver.assemble_images import refuse_served_videos, refuse_unstored
 from verl.driver.banned import policy_banned
@@ -43,23 +46,51 @@ ANSWERS = "responses"
 """The column of the answers in the written file, a list for each row; the name is verl's."""
 
 
-def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
-    """Return (text, stop reason, mean log-prob per token) of n answers; greedy if rollout.temperature=0."""
+def generate_once(config: Config, prompt: str, n: int, images: Sequence[str] = ()) -> list[tuple[str, str, float]]:
+    """Return (text, stop reason, mean log-prob per token) of n answers; greedy if rollout.temperature=0. images: files,
+    in the places of `<image>` in the prompt, or in front of it"""
     config, tokenizer = _checked(config)
     lost = Coverage(tokenizer).lost(prompt)
     for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):
         print(f"warning: {line}")
     messages = [{"role": "user", "content": prompt}]
     kwargs = config.model.template_kwargs
-    ids = render_prompt(tokenizer, messages, kwargs, audit=audit_template(tokenizer, kwargs))
-    if len(ids) > config.data.max_prompt_tokens:
-        raise Refused(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={config.data.max_prompt_tokens}")
+    if images:
+        given = _with_images(config, tokenizer, messages, images)
+    else:
+        _refuse_place(config, tokenizer, prompt)
+        given = Prompt(render_prompt(tokenizer, messages, kwargs, audit=audit_template(tokenizer, kwargs)))
+    if len(given.ids) > config.data.max_prompt_tokens:
+        raise Refused(f"the prompt has {len(given.ids)} tokens, data.max_prompt_tokens={config.data.max_prompt_tokens}")
     decode = decoder(tokenizer)
+    (found,) = uvloop.run(unless_stopped(_generate(config, tokenizer, [given], n)))
+    if isinstance(found, str):
+        raise Refused(f"no answer: {found}")
     return [
-        (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0)
-        for answers in uvloop.run(unless_stopped(_generate(config, tokenizer, [Prompt(ids)], n)))
-        for c in _of_text(answers)
+        (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0) for c in found
     ]
+
+
+def _refuse_place(config: Config, tokenizer: Any, prompt: str) -> None:
+    """Raise Refused for the place of an image in a prompt without images: the model would read it as text."""
+    if IMAGE.mark in prompt and rules_of_model(Path(config.model.path), config.data, tokenizer) is not None:
+        raise Refused(f"prompt has {IMAGE.mark}, and no images are given. Fix: images=[FILE], or leave it out")
+
+
+def _with_images(config: Config, tokenizer: Any, messages: Sequence[Message], images: Sequence[str]) -> Prompt:
+    """Return the prompt of these messages with images from files."""
+    kwargs, rules = config.model.template_kwargs, rules_of_model(Path(config.model.path), config.data, tokenizer)
+    if rules is None:
+        raise Refused(f"images={list(images)}: model.path={config.model.path} reads text alone")
+    given = tuple(map(dict, messages))
+    seen = rules.seen({"images": [*images]}, given, "images", partial(tokenizer.encode, add_special_tokens=False))
+    audit = audit_template(tokenizer, kwargs)
+    renderer = Renderer(tokenizer, kwargs, None, audit.spelling)
+    try:
+        ids = image_prompts(tokenizer, *rules.model, rules.placeholders).ids(renderer, seen.messages, audit)
+    except RowRefused as e:
+        raise Refused(f"images={list(images)}: {e}") from e
+    return Prompt(*expanded(ids, rules.placeholders.values(), seen.images))
 
 
 def generate_file(config: Config, out: Path) -> int:
@@ -76,7 +107,7 @@ def generate_file(config: Config, out: Path) -> int:
     table = load_tasks(files, tokenizer, data, template_kwargs=kwargs, max_rows=most, stops=stops, model=model)
     if table.report.refused:
         raise Refused(f"not every row can be asked: {table.report.summary()}. First: {table.report.example}")
-    refuse_served_videos(config, "data.train_files", table.first_with_videos())
+    refuse_served_videos(config, "data.train_files", table.first_with_length())
     tasks = [table[i] for i in range(len(table))]
     if any(ANSWERS in task.row for task in tasks):
         raise Refused(f"the rows have a column {ANSWERS!r} already, where the answers are written: rename it")
@@ -177,8 +208,3 @@ def _refuse_changed(prompts: Sequence[Prompt]) -> None:
     for number, prompt in enumerate(prompts, start=1):
         for why in filter(None, map(unchanged, prompt.images)):
             raise Refused(f"row {number}: {why}. {SAME_FILE}")
-
-
-def _of_text(answers: Answers) -> list[Completion]:
-    assert not isinstance(answers, str), "a prompt of text has no images"
-    return answers

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from verl.errors import Refused
 from verl.rollout.base import RolloutEngine
 from verl.weight_sync.base import CheckpointEngine, SyncReport
 from verl.workers.model_workers import ModelWorkers
@@ -16,8 +17,9 @@ from verl.workers.waits import Waits
 
 @dataclass(slots=True, eq=False)
 class OpenSet:
-    """A LoRA set that is published: its transport, its workers, and the number of its versions."""
+    """A LoRA set that is published: its folder, its transport, its workers, and the number of its versions."""
 
+    folder: Path
     engine: CheckpointEngine
     workers: ModelWorkers
     version: int = -1
@@ -48,14 +50,18 @@ class LoraPublisher:
     _open: dict[str, OpenSet] = field(default_factory=dict, init=False)
 
     async def open(self, name: str, folder: Path, replicas: Sequence[RolloutEngine]) -> SyncReport:
-        """Publish an adapter as the next version of a set, on top of the weights that were published last. Raise an
-        error if no replica takes it; the set is dropped then."""
+        """Publish an adapter as a set, on top of the weights that were published last: the same folder again is its
+        next version. Raise Refused if another folder has this name, and an error if no replica takes the set, which is
+        dropped then."""
+        before = self._open.get(name)
+        if before is not None and _place(before.folder) != _place(folder):
+            fix = "drop that set first, or give this one another name"
+            raise Refused(f"LoRA set {name!r}: the adapter in {before.folder} has this name, not {folder}; {fix}")
         engine = self.new_engine()
         opening = self.trainer.open_set(name, folder, self.base, engine.outlet())
         await self._wait(asyncio.wrap_future(opening), f"the trainer's workers to open LoRA set {name!r}")
-        before = self._open.get(name)
         version = -1 if before is None else before.version
-        self._open[name] = opened = OpenSet(engine, self.trainer.of_set(name), version)
+        self._open[name] = opened = OpenSet(folder, engine, self.trainer.of_set(name), version)
         try:
             report = await self._publish(opened, replicas)
         except BaseException:
@@ -102,3 +108,8 @@ class LoraPublisher:
             on_inflight=["wait"] * len(replicas),
             timeout_s=2 * self.timeout_s,
         )
+
+
+def _place(folder: Path) -> Path:
+    """Return where a folder is, however its path is written."""
+    return folder.expanduser().resolve()

@@ -76,6 +76,7 @@ def batch_metrics(refs: Refs, stats: RolloutStats, version: int, *, max_prompt_t
     for name, total in stats.agent.items():
         out[f"agent/{name}"] = Metric(total, 1, "step", "sum")
     if stats.agent:
+        out["agent/trajectories"] = Metric(stats.played, 1, "step", "sum")
         called, wrong = stats.agent["tool_calls"], stats.agent["malformed_calls"]
         out["agent/tool_error_share"] = Metric(stats.agent["tool_errors"], max(1, called), "turn")
         out["agent/malformed_share"] = Metric(wrong, max(1, called + wrong), "turn")

@@ -26,6 +26,7 @@ from verl.config.image_models import frozen_parts
 from verl.config.model_files import describe_model, has_tokenizer
 from verl.config.model_folder import further_note, rope_note
 from verl.config.on_base import REWARD_MODEL
+from verl.config.routes import replays_routes
 from verl.config.schema import Config
 from verl.driver.banned import policy_banned
 from verl.errors import Refused
@@ -167,6 +168,7 @@ def trained(
     if name == "actor":
         t, own = context.config.teacher, teacher_head(context.config)
         student = replace(spec.context, teacher=own, top_k=t.top_k, optim=replace(optim, average=t.ema))
+        student = replace(student, replays_routes=replays_routes(context.config))
         spec = replace(spec, context=student)
     return replace(spec, proven=True, share_prefix=share_prefix, hf_export=hf_export, outlet=outlet)
 

@@ -50,6 +50,10 @@ class Publisher:
     """The rank of the policy's own LoRA factors; 0: all its weights are trained."""
     trained_experts: bool = False
     """Experts are among what has these factors."""
+    trained_whole: bool = False
+    """Some weights are trained whole beside them."""
+    quantised_base: bool = False
+    """The frozen base has codes, beside which there is no room for merged weights."""
     sends_factors: bool = True
     """Replicas get the policy's base and its factors unmerged: so the run is configured, and all of them can."""
     version: int = field(default=0, init=False)
@@ -82,7 +86,8 @@ class Publisher:
         report = await self._awaited(self._enqueue(version), version)
         self._report(report)
         if self.trained_rank and self.sends_factors:
-            self.note("rollout: it gets the base once, then the LoRA factors of each version, unmerged")
+            more = " and the modules that are trained whole" if self.trained_whole else ""
+            self.note(f"rollout: it gets the base once, then the LoRA factors of each version, unmerged{more}")
         elif self.trained_rank:
             by = f"log-probs of the canary change by {report.canary_mean_abs:.2g} on average"
             self.note(f"rollout: LoRA factors are added to the weights that it gets, which are rounded once: {by}")
@@ -96,6 +101,13 @@ class Publisher:
         if self.trained_rank:
             self.sends_factors &= able.lora_policy and able.lora_rank >= self.trained_rank
             self.sends_factors &= able.lora_experts or not self.trained_experts
+            if self.quantised_base and self.trained_whole and self.sends_factors and not able.lora_whole:
+                raise Refused(
+                    "model.lora.modules_to_save on a quantised base: the rollout engine takes no modules trained whole "
+                    "beside factors (native on a CPU: without a C compiler), and the plan has no room for merged "
+                    "weights; install gcc, leave modules_to_save out, or set model.quantization=none"
+                )
+            self.sends_factors &= able.lora_whole or not self.trained_whole
         self._modes.append("keep" if self.partial_rollout and able.in_flight_update else "wait")
 
     def publish(self, committed: Callable[[SyncReport], None], failed: Callable[[BaseException], None]) -> None:
@@ -117,7 +129,8 @@ class Publisher:
     async def publish_adapter(self, name: str, folder: Path) -> SyncReport:
         """Publish a LoRA adapter in PEFT's layout as a parameter set of this name, for requests with
         `parameters=name`. It is verified as the policy's weights are, and published again with each later version of
-        them. Raise an error if no replica takes it, and Refused beside a policy that is trained with LoRA."""
+        them. Raise an error if no replica takes it, and Refused beside a policy that is trained with LoRA, or for a
+        name that another folder has."""
         if self.trained_rank:
             why = "the policy of this run is a LoRA set itself, on which no other is added"
             raise Refused(f"LoRA set {name!r}: {why}; publish it in a run that trains all weights")

@@ -13,9 +13,9 @@ import numpy as np
 
 from verl.columns import Column, recorded
 from verl.driver.setup import decoder
-from verl.driver.state import packed_segments
 from verl.model_engine.base import Ranks
 from verl.rollout.base import DecodeFn
+from verl.track.packed import packed_segments
 from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
 from verl.transfer_queue.base import MediaStore, TransferQueue, copy_media
 from verl.transfer_queue.rows import queued_samples

@@ -24,12 +24,13 @@ from verl.driver.checkpointer import load_role
 from verl.driver.queue_rows import QueueRows
 from verl.driver.run_dir import config_path
 from verl.driver.setup import with_native_dtype
-from verl.driver.state import read_state, unpacked_segments
+from verl.driver.state import read_state
 from verl.driver.step import Step, experience_and_update
 from verl.driver.worker_setup import set_up_process
 from verl.errors import Refused
 from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce
+from verl.track.packed import unpacked_segments
 from verl.track.samples import SampleRow, read_samples, sample_steps
 from verl.transfer_queue.base import MediaStore, TransferQueue, copy_media
 from verl.types import Refs, Sample, Segment, facts_of

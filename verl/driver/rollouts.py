@@ -21,6 +21,7 @@ from verl.agent_loop.base import together
 from verl.algorithms.filters import reject_flat
 from verl.algorithms.resolve import Algorithm
 from verl.data.source import TaskTable
+from verl.driver.media_ahead import MediaAhead
 from verl.driver.queue_rows import QueueRows
 from verl.driver.saved_images import HeldImages
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
@@ -42,6 +43,7 @@ class Draws(Protocol):
     """A resumable cursor over the tasks (data/source.py)."""
 
     def next(self) -> Any: ...
+    def coming(self, count: int) -> list[Any]: ...
     def give_back(self, draw: Any) -> None: ...
     def scored(self, draw: Any, score: float) -> None: ...
     def step_ended(self) -> None: ...
@@ -145,6 +147,7 @@ class RolloutManager:
         self._wait_s = self.timeout_s + self.trajectories.longest_s
         self.media = TaskMedia(self.rows.queue.media)
         self._held_images = HeldImages(self.rows.queue.media)
+        self._media_ahead = MediaAhead(self.rows.queue.media, self.tasks)
         self._invalid = InvalidShare(self.max_invalid_share, least=4 * self.samples_per_prompt)
         self._closed = False
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -164,12 +167,14 @@ class RolloutManager:
     async def __aexit__(self, *_: object) -> None:
         """Cancel every task and wait until it has ended."""
         self._closed = True
+        self._media_ahead.close()
         await self._cancel([*self._running.values(), *self.rows.pending])
 
     async def take(self, step: int) -> Refs:
         """Return the groups of this step: complete, scored, selected, within their deadline. Raise an error if the wait
         exceeds its own deadline."""
         self._number = step + 1
+        self._media_ahead.end()
         while True:
             self.check()
             self._changed.clear()
@@ -178,6 +183,9 @@ class RolloutManager:
             if isinstance(got, StepBatch):
                 self._taken = got.group_ids
                 await self._drop(got.dropped)
+                if not self.eager and not self.scheduler.done and self._media_ahead.wanted:
+                    coming = self.cursor.coming(self.scheduler.prompts_per_step + self.scheduler.extra)
+                    self._media_ahead.begin([draw.index for draw in coming])
                 return Refs(r for g in got.group_ids for r in self._refs[g])
             if isinstance(got, Exhausted):
                 raise RunEnded(str(got))
@@ -235,7 +243,8 @@ class RolloutManager:
                         raise Refused(
                             f"an image of a group in flight at the checkpoint is lost: {task.lost}; restore it"
                         )
-                    await self._store(replace(group, task=task))
+                    self.groups[group_id] = seen = replace(group, task=task)
+                    await self._store(seen)
                 self._ask_ahead(group_id)
             else:
                 self._start(group)
@@ -327,7 +336,10 @@ class RolloutManager:
 
     async def _run(self, group: Group) -> None:
         async with self.media.held(group.task, owner_of_group(group.group_id)) as task:
-            await self._play(replace(group, task=task))
+            self.groups[group.group_id] = seen = replace(group, task=task)
+            if task.lost:  # rows of trajectories from before a resume would have no content
+                self._done[group.group_id].clear()
+            await self._play(seen)
 
     async def _play(self, group: Group) -> None:
         if (stored := self.trajectories.stored(group, self.sampling)) is not None:

@@ -20,13 +20,14 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 def images_of_tools(group: SavedGroup) -> set[str]:
-    """Return the references of the images after the first prompts of a group's trajectories that may be trained."""
+    """Return the references of the images of a group's trajectories that may be trained, without those of its row."""
     found = set[str]()
     for rows in ((t.segments, *t.branches) for t in group.trajectories if t.outcome == "ok"):
         for k, row in enumerate(rows):
             if learned_tokens(row):
-                found |= {m.reference for s in row[0 if k else 1 :] for m in s.media}
-    return found
+                first = 1 if k == 0 and group.row_images is None else 0
+                found |= {m.reference for s in row[first:] for m in s.media}
+    return found.difference(group.row_images or ())
 
 
 class HeldImages:

@@ -24,7 +24,7 @@ from verl.checkpoint.loadable import check_loadable
 from verl.config.backends import longest_sequence
 from verl.config.cluster import TRAINS
 from verl.config.devices import in_float32_alone
-from verl.config.image_models import text_faults
+from verl.config.image_models import idle_faults, text_faults
 from verl.config.model_files import declared_tie, describe_model, embedding_rows, read_model_config, read_weight_headers
 from verl.config.model_folder import folder_lines, refuse_other_head, refuse_other_vocabulary
 from verl.config.schema import Config
@@ -146,11 +146,18 @@ def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> N
 
 
 def refuse_untrained(config: Config, command: str, table: TaskTable | ConversationTable | PairTable) -> None:
-    """Raise Refused for settings of parts that are not trained, since no training row has an image."""
-    if command in TRAINS and not table.has_images:
-        why = f"the {len(table)} rows of {', '.join(table.report.files)} are text alone"
-        if lines := [*text_faults(config, why)]:
-            raise Refused("\n".join(lines))
+    """Raise Refused for settings of parts that are not trained, since no training row has an image or a sound."""
+    if command not in TRAINS:
+        return
+    rows = f"the {len(table)} rows of {', '.join(table.report.files)}"
+    if not table.has_images:
+        lines = [*text_faults(config, f"{rows} are text alone")]
+    else:
+        images, sounds = table.kinds_of_media()
+        why = f"{rows} have no {'sounds' if images else 'images'}"
+        lines = [] if images and sounds else [*idle_faults(config, why, images=images, sounds=sounds)]
+    if lines:
+        raise Refused("\n".join(lines))
 
 
 def max_context_tokens(config: Config, hf_config: Any) -> int:

@@ -93,8 +93,7 @@ class RewardStage(PreferenceStage):
     end: TurnEnd = NO_TURN_END
 
     def sample(self, row: Rendered, name: str, group: str, store: StoreImage) -> Sample:
-        assert not row.images, "no head for scores reads images"
-        return scored_sample(row, name, group, self.end)
+        return scored_sample(row, name, group, self.end, store)
 
 
 Stage = SftStage | PreferenceStage
@@ -187,16 +186,18 @@ def sample_of(row: Rendered, name: str, store: StoreImage, group: str | None = N
     )
 
 
-def scored_sample(row: Rendered, name: str, group: str, end: TurnEnd) -> Sample:
+def scored_sample(row: Rendered, name: str, group: str, end: TurnEnd, store: StoreImage) -> Sample:
     """Return a row as context up to the position at which a reward model is read in RL too, and one more token for the
-    score, since a value is computed from the token before its own."""
+    score, since a value is computed from the token before its own. Its images are in the prompt."""
     first, behind = int(np.argmax(row.mask)), int(np.flatnonzero(row.mask)[-1]) + 1
+    media = tuple(Medium(store(image), image.start, image.tokens) for image in row.images)
+    prompt = Segment(ids=row.ids[:first], source="prompt", media=media)
     context = Sample(
         sample_id=name,
         trajectory_id=name,
         group_id=group,
         purpose="train",
-        segments=(Segment(ids=row.ids[:first], source="prompt"), Segment(ids=row.ids[first:behind], source="env")),
+        segments=(prompt, Segment(ids=row.ids[first:behind], source="env")),
         reward=0.0,
     )
     probe = Segment(ids=row.ids[-1:], source="sampled", logprobs=np.zeros(1, np.float32), version=0)

@@ -15,7 +15,8 @@ from verl.data.source import Draw
 from verl.driver.identity import Identity
 from verl.driver.roles import Controllers
 from verl.errors import Refused
-from verl.types import Group, Invalid, Outcome, Purpose, Sample, Sampling, Score, Segment, StopReason, Task, Trajectory
+from verl.track.packed import packed_value, unpacked_value
+from verl.types import Group, Invalid, Outcome, Purpose, Sampling, Score, Segment, StopReason, Task, Trajectory
 
 FORMAT = 3
 FILE = "driver.msgpack"
@@ -64,6 +65,8 @@ class SavedGroup(msgspec.Struct):
     admitted_version: int
     complete: bool
     trajectories: tuple[SavedTrajectory, ...]
+    row_images: tuple[str, ...] | None = None
+    """The references of the images of its row; None in checkpoints of versions whose first prompts had no others."""
 
 
 class DriverState(msgspec.Struct):
@@ -86,7 +89,7 @@ class DriverState(msgspec.Struct):
 
 def write_state(path: Path, state: DriverState) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    (path / FILE).write_bytes(msgspec.msgpack.encode(state, enc_hook=_encode))
+    (path / FILE).write_bytes(msgspec.msgpack.encode(state, enc_hook=packed_value))
 
 
 def read_state(checkpoint: Path) -> DriverState:
@@ -99,7 +102,7 @@ def read_state(checkpoint: Path) -> DriverState:
             f"its weights: model.path={checkpoint / 'hf'} and another run.name"
         )
     try:
-        state = msgspec.msgpack.decode(path.read_bytes(), type=DriverState, dec_hook=_decode)
+        state = msgspec.msgpack.decode(path.read_bytes(), type=DriverState, dec_hook=unpacked_value)
     except msgspec.MsgspecError as e:
         raise Refused(f"{path} is damaged or of another version of verl ({e}): use another checkpoint") from e
     if state.format != FORMAT:
@@ -116,6 +119,7 @@ def save_group(group: Group, draw: Draw, complete: bool) -> SavedGroup:
         admitted_version=group.admitted_version,
         complete=complete,
         trajectories=tuple(_save_trajectory(t) for t in group.trajectories),
+        row_images=tuple(m.reference for m in group.task.media) or group.row_images,
     )
 
 
@@ -148,6 +152,7 @@ def restore_group(saved: SavedGroup, task: Task) -> Group:
         draw=saved.draw.draw,
         admitted_version=saved.admitted_version,
         trajectories=tuple(_restore_trajectory(t, saved) for t in saved.trajectories),
+        row_images=saved.row_images,
     )
 
 
@@ -193,27 +198,3 @@ def restore_rng(saved: SavedRng) -> None:
     key = np.frombuffer(saved.numpy_key, np.uint32)
     np.random.set_state(("MT19937", key, saved.numpy_pos, *saved.numpy_gauss))
     torch.set_rng_state(torch.from_numpy(np.frombuffer(saved.torch, np.uint8).copy()))
-
-
-def packed_segments(sample: Sample) -> bytes:
-    """Return the adapter and the segments of a sample as bytes for the record."""
-    return msgspec.msgpack.encode((sample.adapter, sample.segments), enc_hook=_encode)
-
-
-def unpacked_segments(data: bytes) -> tuple[str | None, tuple[Segment, ...]]:
-    return msgspec.msgpack.decode(data, type=tuple[str | None, tuple[Segment, ...]], dec_hook=_decode)
-
-
-def _encode(value: Any) -> Any:
-    """Convert arrays and numpy's scalars to types that msgpack has."""
-    if isinstance(value, np.ndarray):
-        return [value.dtype.str, value.shape, value.tobytes()]
-    if isinstance(value, np.generic):
-        return value.item()
-    raise NotImplementedError(f"a checkpoint cannot hold a {type(value).__name__}")
-
-
-def _decode(kind: type, value: Any) -> Any:
-    assert kind is np.ndarray, f"{kind} has no decoder"
-    dtype, shape, data = value
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)

@@ -140,7 +140,7 @@ def images_stored(store: MediaStore | None, owner: str) -> Iterator[Callable[[Ta
         image = image._replace(start=0)  # wherever it is in a row
         if image not in kept:
             try:
-                kept[image] = store.put(_content(image), owner)
+                kept[image] = store.put(stored_content(image), owner)
             except LostImage as e:
                 raise Refused(f"{e}. {SAME_FILE}") from e
             if released.is_set():  # a cancelled wait does not end its thread
@@ -156,7 +156,9 @@ def images_stored(store: MediaStore | None, owner: str) -> Iterator[Callable[[Ta
             store.drop([owner])
 
 
-def _content(image: TaskImage) -> bytes:
+def stored_content(image: TaskImage) -> bytes:
+    """Return the content of an image in a store. Raise LostImage if its file cannot be read, or is another one than
+    when the rows were read."""
     if why := unchanged(image):
         raise LostImage(why)
     return image.head + b"".join(_read(path) for path, _, _ in image.files)
@@ -172,7 +174,7 @@ def _media(
         for image in images:
             if released.is_set():
                 break
-            found.append(Medium(store.put(_content(image), owner), image.start, image.tokens))
+            found.append(Medium(store.put(stored_content(image), owner), image.start, image.tokens))
     finally:
         if released.is_set():
             store.drop([owner])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from verl.agent_loop.base import (
     outputs_of,
     sampling_params_of,
 )
+from verl.data.media_items import IMAGE
 from verl.driver.checked import CheckedOutput, check_output
 from verl.driver.task_media import ImageStoringEngine, ToolImages, owner_of_group
 from verl.reward.base import MAX_FEEDBACK_CHARS, RewardFn, RewardRequest, parse_result
@@ -28,6 +30,7 @@ from verl.types import (
     CUT,
     Group,
     Invalid,
+    Medium,
     Outcome,
     Purpose,
     Sampling,
@@ -100,7 +103,7 @@ class TrajectoryRunner:
 
     def stored(self, group: Group, sampling: Sampling) -> Trajectory | None:
         """Return the stored answer of the group's row as a trajectory if its draw uses it; else None."""
-        if not takes_stored(self.stored_share, self.seed, group.epoch, group.draw):
+        if group.task.lost or not takes_stored(self.stored_share, self.seed, group.epoch, group.draw):
             return None
         assert group.task.answer_ids is not None, "rows without one are refused when they are read"
         prompt = Segment(ids=group.task.prompt_ids, source="prompt", media=group.task.media)
@@ -120,10 +123,11 @@ class TrajectoryRunner:
         """Return the first attempt that ends with a valid reward, or the last one."""
         if self.banned:
             sampling = replace(sampling, banned=self.banned)
+        trained = spec.purpose == "train"
         for attempt in range(self.max_attempts):
             name = f"{spec.group_id}/{spec.purpose}{spec.index}.{attempt}"
             seed_parts = (self.seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
-            given = {"prefix_key": spec.group_id, "media": task.media, **self._budget}
+            given = {"prefix_key": spec.group_id, "media": task.media, "routes": trained, **self._budget}
             engine = self._engine(task, spec.group_id)
             with nullcontext() if self.images is None else self.images.of_attempt(name) as returned:
                 manager = ServerManager(engine, sampling, seed_parts, returned=returned, **given)
@@ -224,7 +228,7 @@ class TrajectoryRunner:
         except Exception as e:  # the loop returned an object of its own, or ids that do not exist
             return Invalid("exception", f"{type(e).__name__}: {e}")
         passed = {key: output.extra_fields[key] for key in TOOL_FIELDS if key in output.extra_fields}
-        if self.images is not None and (returned := [m for s in row for m in s.media][len(task.media) :]):
+        if self.images is not None and (returned := _without_own([m for s in row for m in s.media], task.media)):
             passed["tool_images"] = self.images.paths(returned)
         request = RewardRequest(
             request_id=name,
@@ -237,6 +241,7 @@ class TrajectoryRunner:
             truncated=made.stop_reason in CUT,
             prompt_ids=row[0].ids,
             response_ids=response,
+            row=row,
         )
         try:
             limit_s = self.reward_timeout_s
@@ -249,11 +254,22 @@ class TrajectoryRunner:
         return found
 
 
+def _without_own(media: Sequence[Medium], own: Sequence[Medium]) -> list[Medium]:
+    """Return the media of a row without those of its task, which a loop may have moved or left out."""
+    left, found = Counter(m.reference for m in own), list[Medium]()
+    for medium in media:
+        if left[medium.reference]:
+            left[medium.reference] -= 1
+        else:
+            found.append(medium)
+    return found
+
+
 def _arguments(task: Task, name: str) -> dict[str, Any]:
     """Return the arguments of an agent loop's `run`: the columns of the row, and the fields of its task."""
     return {
         **task.row,
-        "raw_prompt": list(task.messages),
+        "raw_prompt": _with_paths(task),
         "prompt_ids": task.prompt_ids,
         "index": task.index,
         "tools": task.tools,
@@ -261,14 +277,33 @@ def _arguments(task: Task, name: str) -> dict[str, Any]:
     }
 
 
+def _with_paths(task: Task) -> list[Mapping[str, Any]]:
+    """Return the messages of a task, with the path of each image in its part, as verl's `raw_prompt` has them."""
+    images = iter(task.images)
+
+    def filled(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part["type"] == "text":
+            return part
+        file = next(images)
+        return {**part, IMAGE.name: file.path} if part == IMAGE.part else part
+
+    return [
+        {**m, "content": [*map(filled, m["content"])]} if task.images and isinstance(m["content"], list) else m
+        for m in task.messages
+    ]
+
+
 def _check_images(task: Task, manager: ServerManager, made: CheckedOutput) -> None:
     """Raise ValueError if a prompt of a call or a branch has other tokens at the place of one of the task's images. If
     it has only them, at the places of the task, all tokens up to the last one are compared: its loop may have assumed
     these places."""
+    rows = (made.segments, *made.branches)
+    if not task.media and not any(call.media for call in manager.record) and not any(row[0].media for row in rows):
+        return
     end = max((m.end for m in task.media), default=0)
     tokens = {m.reference: task.prompt_ids[m.start : m.end] for m in task.media}
     prompts = [(call.prompt_ids, call.media) for call in manager.record]
-    prompts += [(row[0].ids, row[0].media) for row in (made.segments, *made.branches)]
+    prompts += [(row[0].ids, row[0].media) for row in rows]
     if any(
         not np.array_equal(ids[:end], task.prompt_ids[:end])
         if media == task.media

@@ -154,6 +154,8 @@ class EngineContext:
     """The parts of a trained model that reads images which are not trained."""
     banned: tuple[int, ...] = ()
     """The ids that have probability 0 in rows that were sampled without them (`Facts.banned`)."""
+    replays_routes: bool = False
+    """Tokens are computed with the experts that the rollout chose for them (nn/router_replay.py)."""
     media: MediaStore | None = None
     """The content of the images of the rows, for a model that reads images."""
 
@@ -168,9 +170,14 @@ class WeightPart:
     """The shape of the whole tensor."""
     dtype: torch.dtype
     mine: Callable[[], Tensor] | None
-    """Returns the part that this rank delivers; None: other ranks deliver the tensor."""
+    """Returns the part that this rank delivers, or a view of it with more dimensions, in the same order, so that it is
+    copied once (`flat`); None: other ranks deliver the tensor."""
     index: tuple[slice, ...]
     """The position of `mine` in the whole tensor."""
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """Return what `mine` returned, or its conversion, with the dimensions of the part."""
+        return tensor.reshape([place.stop - place.start for place in self.index])
 
 
 def whole_part(name: str, tensor: Tensor) -> WeightPart:
@@ -189,6 +196,8 @@ class EngineCapabilities:
     trains: bool
     one_pass: bool
     """A step that fits into one micro-batch needs no separate first pass, since its outputs would be the same."""
+    replays_routes: bool = False
+    """It computes tokens with the routes of their rollout; other engines are given rows without them."""
 
 
 class Computes(Protocol):

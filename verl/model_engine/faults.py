@@ -96,10 +96,9 @@ def _shared(what: str, path: str, layout: Layout) -> list[str]:
     except ValueError:
         return []  # another check reports it
     config = read_model_config(Path(facts.folder))
-    family = FAMILIES.get(name_of(config))
-    if family is not None and (found := [*image_faults(layout, what, mutual=family.mutual)]):
+    family, text, planned = FAMILIES.get(name_of(config)), text_config(config), "auto_map" in config
+    if family is not None and (found := [*image_faults(layout, what, mutual=bool(family.attends(text)))]):
         return found
-    text, planned = text_config(config), "auto_map" in config
     sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
     wanted = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
     kind, both = str(text.get("model_type")), layout.tensor * layout.sequence

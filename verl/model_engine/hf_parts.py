@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
+from verl.checkpoint.saved_form import made_of
 from verl.config.model_files import quantised_in
 from verl.errors import Refused
 from verl.model_engine.hf_model import refuse_other_weights
@@ -218,26 +219,9 @@ def _stored(path: Path) -> dict[str, tuple[Path, Tensor]]:
 
 def _plan(model: Any, stored: Mapping[str, Tensor]) -> tuple[list[_Made], set[str], list[str]]:
     """Return (how the model's tensors are made, tensors of the folder that the model lacks, errors in the others).
-    Names and conversions are those of `transformers.core_model_loading`, tried on tensors without storage."""
-    from transformers import core_model_loading as hf
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    ways: Any = get_model_conversion_mapping(model)
-    renamings = [way for way in ways if isinstance(way, hf.WeightRenaming)]
-    converters = [way for way in ways if isinstance(way, hf.WeightConverter)]
-    by_pattern = {pattern: way for way in converters for pattern in way.source_patterns}
-    wanted, prefix = model.state_dict(), model.base_model_prefix
-    planned: dict[str, tuple[Any, dict[str, list[str]]]] = {}
-    unexpected = set()
-    for name in sorted(stored, key=hf.dot_natural_key):
-        target, pattern = hf.rename_source_key(name, renamings, converters, prefix, wanted)
-        if target not in wanted and name in wanted:
-            target, pattern = hf.rename_source_key(name, [], [], prefix, wanted)
-        if target not in wanted or (pattern is None and target in planned):
-            unexpected.add(target)
-            continue
-        way = hf.WeightRenaming(name, target) if pattern is None else by_pattern[pattern]
-        planned.setdefault(target, (way, {}))[1].setdefault(pattern or name, []).append(name)
+    Conversions are tried on tensors without storage."""
+    planned, unexpected = made_of(model, stored)
+    wanted = model.state_dict()
     made, wrong = [], []
     for target, (way, sources) in planned.items():
         tried = _Made(way, sources, (target,))

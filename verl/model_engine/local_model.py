@@ -63,7 +63,8 @@ class LocalModel:
     def _lora_of(self, spec: LoraSpec) -> LoraLayers:
         s, trains = self.settings, self.settings.optim is not None
         scored = s.head == "score" and not trains
-        return LoraLayers(self.model, spec, s.base, head=scored, trains=trains, body=s.head != "lm")
+        over = s.gradient_checkpointing == "none"
+        return LoraLayers(self.model, spec, s.base, head=scored, trains=trains, body=s.head != "lm", over=over)
 
     def _place(self) -> None:
         """Move the model, which was loaded in host memory, to the device on which it computes."""

@@ -22,13 +22,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from verl.config.adapter import WEIGHTS, factors_alone, read_adapter
+from verl.config.adapter import WEIGHTS, factors_alone, read_adapter, refuse_not_finite
 from verl.errors import Refused
 from verl.model_engine.hf_parts import Index, part_and_place
 from verl.model_engine.lora_spec import LoraSpec, check_rank, check_saved, target_modules, weights_to_save
 from verl.models.families import family_of
 from verl.nn.expert_lora import add_to_experts, experts_of, from_peft
-from verl.nn.lora import layer_size, with_product
+from verl.nn.lora import AddsFactors, LowRank, layer_size, with_product
 from verl.nn.quant_linear import ROUTERS, QuantLinear, quantised_layers
 from verl.parameter_set import POLICY_SET, ParameterSet, is_experts
 
@@ -44,7 +44,8 @@ class LoraLayers:
 
     model: an instantiated causal LM, which may be without storage · base: its folder, for an adapter to start from ·
     head: that adapter has the head of a reward model too, which is not read here · trains: the set is trained ·
-    body: the model's output head is not, since another one is"""
+    body: the model's output head is not, since another one is · over: products are written over the outputs of layers,
+    which no checkpointing keeps"""
 
     def __init__(
         self,
@@ -55,7 +56,9 @@ class LoraLayers:
         head: bool = False,
         trains: bool = True,
         body: bool = False,
+        over: bool = False,
     ) -> None:
+        self._over = over
         self._spec, self._start, self._kept = spec, dict[str, Tensor](), dict[str, Tensor]()
         self._at: Factors = "trained"
         coded = [f"{name}.weight" for name in quantised_layers(model)]
@@ -95,7 +98,8 @@ class LoraLayers:
         if experts:
             add_to_experts(layer, partial(self._of_experts, layer, _holder(target)), self.parameters.scale)
         else:
-            layer.register_forward_hook(partial(self._forward, target))
+            of_target = partial(self._factors_of, target)
+            layer.register_forward_hook(AddsFactors(of_target, self.parameters.scale, self._over))
 
     def _of_experts(self, layer: Any, module: str, tensor: str) -> tuple[Tensor, Tensor] | None:
         """Return the factors of a tensor of experts that a pass uses: those of the experts that this rank has."""
@@ -108,13 +112,14 @@ class LoraLayers:
         a, b = (self._start[name] for name in self.parameters.factors(target))
         return a, b
 
-    def _forward(self, module: str, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
-        x, a, b = inputs[0], layer.lora_A, layer.lora_B
+    def _factors_of(self, module: str, layer: Any, x: Tensor) -> LowRank | None:
+        """Return the factors that a linear layer adds in a pass with this input."""
         if self._at == "none":
             return None
-        if self._at == "start":
-            a, b = (self._start[name].to(x) for name in self.parameters.factors(module))
-        return with_product(output, x, a, b, self.parameters.scale)
+        if self._at == "trained":
+            return LowRank(layer.lora_A, layer.lora_B)
+        a, b = (self._start[name].to(x) for name in self.parameters.factors(module))
+        return LowRank(a, b)
 
     def add_to(self, model: nn.Module, factors: Callable[[str], Tensor]) -> None:
         """Let another model of this kind, which has no factors, add them to the outputs of its layers. factors: returns
@@ -222,14 +227,16 @@ class LoraLayers:
         product = product.T if name in self._turned else product
         return weight + (product if index is None else product[index])
 
-    def tensors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B, and then of the weights that
-        are trained whole; None: it has no value."""
+    def factors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield (name in PEFT's layout, the value in `named`) of all factors, A before B; None: it has no value."""
         for target in self.parameters.targets:
             for name, own in zip(own_names(target), self.parameters.factors(target), strict=True):
                 yield own, named.get(name)
-        for name in self.parameters.replaced:
-            yield self.parameters.whole_name(name), named.get(name)
+
+    def tensors(self, named: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        """Yield what `factors` yields, and then the same of the weights that are trained whole."""
+        yield from self.factors(named)
+        yield from ((self.parameters.whole_name(name), named.get(name)) for name in self.parameters.replaced)
 
     @property
     def of_policy(self) -> ParameterSet:
@@ -290,7 +297,7 @@ def _drawn(shape: torch.Size, seed: int, module: str) -> Tensor:
     key = hashlib.blake2b(f"{seed} {module}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(key, "big"))
     bound = 1 / math.sqrt(shape[-1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    return torch.empty(shape, dtype=torch.float32).uniform_(-bound, bound, generator=generator)
 
 
 def read_lora(
@@ -305,6 +312,7 @@ def read_lora(
     if name == POLICY_SET.id:
         raise Refused(f"{name!r} is the name of the policy's own weights: give the LoRA set another one")
     every = read_adapter(folder, base) if whole else factors_alone(folder, base, head=head)
+    refuse_not_finite(folder)
     parts = {name: part for name, part in every.items() if not part.whole}
     with safe_open(folder / WEIGHTS, "pt") as file:
         read = {
@@ -312,10 +320,6 @@ def read_lora(
             for name, part in parts.items()
         }
         saved = {name: file.get_tensor(part.whole).float() for name, part in every.items() if part.whole}
-    found_in = {key: f for n, part in parts.items() for key, f in zip((part.a, part.b), read[n], strict=True)}
-    for key, tensor in (found_in | {every[n].whole: t for n, t in saved.items()}).items():
-        if not tensor.isfinite().all():
-            raise Refused(f"{folder}: {key} has values that are not finite; take an earlier adapter, or train anew")
     rank, scale = max(a.shape[-2] for a, _ in read.values()), max((part.scale for part in parts.values()), key=abs)
     modules = {name: name.removesuffix(".weight") for name in sorted(read)}
     targets = tuple(modules.values())

@@ -56,7 +56,7 @@ def lasts(engine: TorchEngine) -> bool:
 
 
 class FrozenBase:
-    """The weights under the LoRA factors of an engine's model."""
+    """The weights under the LoRA factors of an engine's model, without those that are trained whole."""
 
     frozen: Literal[True] = True
 
@@ -69,27 +69,33 @@ class FrozenBase:
         """The frozen weights by the engine's own names; in a sharded engine the parts of this rank."""
         if self._masters is not None:
             return self._masters
-        found = {name: p for name, p in self._engine.masters.items() if not is_factor(name)}
+        found = {name: p for name, p in self._engine.masters.items() if not _is_trained(self._engine, name)}
         self._masters = found if lasts(self._engine) else None
         return found
 
 
+def _is_trained(engine: TorchEngine, name: str) -> bool:
+    """Return True for the name of a factor in a model with LoRA, or of a weight that is trained whole."""
+    assert engine.local.lora is not None, "all weights of this policy are trained"
+    return is_factor(name) or name in engine.local.lora.parameters.replaced
+
+
 class PolicyFactors:
-    """The weight source of a policy with LoRA factors (`Publishes`), unmerged. with_base: the weights of the base are
-    among its weights; otherwise the factors alone are. codes: those of a quantised base are given as their codes and
-    scales, and not dequantised."""
+    """The weight source of a policy with LoRA factors (`Publishes`), unmerged. with_base: all weights of the model are
+    among its weights; otherwise they are the factors, and the weights that are trained whole, by their own names.
+    codes: those of a quantised base are given as their codes and scales, and not dequantised."""
 
     def __init__(self, engine: TorchEngine, *, with_base: bool, codes: bool = False) -> None:
         assert engine.local.lora is not None, "all weights of this policy are trained"
         self._engine, self._with_base, self._codes = engine, with_base, codes
         self.parameters = engine.local.lora.of_policy
         factors = (name for module in self.parameters.targets for name in self.parameters.factors(module))
-        self._factors = frozenset(factors)
-        self._kept: tuple[dict[str, Tensor], list[tuple[str, Tensor | None]]] | None = None  # masters, and as exported
+        self._moving = frozenset(factors).union(self.parameters.replaced)
+        self._kept: tuple[dict[str, Tensor], list[tuple[str, Tensor | None]]] | None = None  # masters, and as sent
 
     def never_changes(self, name: str) -> bool:
         """Return True for a tensor of the base that stays where it is: no step changes it, and it is not offloaded."""
-        return name not in self._factors and "weights" not in self._engine.settings.offload
+        return name not in self._moving and "weights" not in self._engine.settings.offload
 
     @property
     def tied(self) -> Mapping[str, str]:
@@ -97,9 +103,10 @@ class PolicyFactors:
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        if self._with_base or not lasts(self._engine):
-            every = self._engine.masters
-            return every if self._with_base else {name: p for name, p in every.items() if is_factor(name)}
+        engine = self._engine
+        if self._with_base or not lasts(engine):
+            every = engine.masters
+            return every if self._with_base else {name: p for name, p in every.items() if _is_trained(engine, name)}
         return {name: p.detach() for name, p in self._lasting[0].items()}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -112,16 +119,26 @@ class PolicyFactors:
 
     def _named(self) -> Iterator[tuple[str, Tensor | None]]:
         local = self._engine.local
-        if self._with_base:
-            yield from local.coded_weights() if self._codes else local.named_weights()
-        yield from self._lasting[1] if lasts(self._engine) else local.exported()
+        if not self._with_base:
+            yield from self._lasting[1] if lasts(self._engine) else self._trained()
+            return
+        yield from local.coded_weights() if self._codes else local.named_weights()
+        yield from self._trained(whole=False)
+
+    def _trained(self, *, whole: bool = True) -> Iterator[tuple[str, Tensor | None]]:
+        """Yield the factors by PEFT's names. whole: and then the weights that are trained whole, by their own."""
+        local = self._engine.local
+        assert local.lora is not None
+        named = dict(local.model.named_parameters())
+        yield from local.lora.factors(named)
+        yield from ((name, named.get(name)) for name in self.parameters.replaced if whole)
 
     @property
     def _lasting(self) -> tuple[dict[str, Tensor], list[tuple[str, Tensor | None]]]:
-        """The factors by the engine's own names, and by PEFT's, which are looked for once."""
+        """The trained tensors by the engine's own names, and as they are sent, which are looked for once."""
         if self._kept is None:
             named = self._engine.local.trained().named_parameters()
-            self._kept = {n: p for n, p in named if is_factor(n)}, list(self._engine.local.exported())
+            self._kept = {n: p for n, p in named if _is_trained(self._engine, n)}, list(self._trained())
         return self._kept
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
-"""The model engine of one rank on Megatron-Core: tensor ranks (with its sequence parallelism), pipeline stages (1F1B),
-expert ranks, data ranks, and its distributed optimizer.
+"""The model engine of one rank on Megatron-Core: tensor ranks (with its sequence parallelism), pipeline stages (1F1B,
+also of several chunks in turn), expert ranks, data ranks, and its distributed optimizer.
 
 What is computed is that of the other engines: terms, weights and the one division are theirs, log-probs are those of
 nn/linear_logprob.py over the slices of the vocabulary. Without Transformer Engine Megatron's attention reads padded
@@ -19,13 +19,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from verl.batch import Batch, exactly, padded_rows, part_of, unshare
+from verl.batch import Batch, exactly, padded_rows, select_rows, unshare, without_weight
 from verl.errors import Refused
 from verl.model_engine.adapter import open_adapter
 from verl.model_engine.base import EngineContext, StepOutput
 from verl.model_engine.hf_parts import open_skeleton
 from verl.model_engine.layout import Layout
 from verl.model_engine.lm_head import LM_OUTPUTS, store_outputs
+from verl.model_engine.megatron_exchange import exchange_of_chunks
 from verl.model_engine.megatron_model import MegatronModel
 from verl.model_engine.megatron_optimizer import MegatronState, MegatronUpdates
 from verl.model_engine.megatron_options import Options
@@ -44,6 +45,8 @@ from verl.objective import Term
 
 Read = Callable[[np.ndarray, Batch], Any]
 """Reads the outputs of a micro-batch, on the last stage: (its rows, its batch) -> what the schedule gets."""
+PASS_TOKENS = 128
+"""The cost of a pass besides its tokens, as a number of tokens: more passes are narrower, and pad less."""
 logger = logging.getLogger(__name__)
 
 
@@ -108,39 +111,39 @@ class MegatronPasses(ShardedPasses):
     def policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
         logprobs = torch.empty(batch.num_loss_tokens, dtype=self._precision.master)
 
-        def read(_: np.ndarray, part: Batch) -> None:
-            logprobs.copy_(self._lm_outputs(part, ("logprobs",))["logprobs"])
+        def read(rows: np.ndarray, part: Batch) -> None:
+            found = self._lm_outputs(part, ("logprobs",))["logprobs"]
+            if len(rows):
+                logprobs.copy_(found)
 
-        self._run_schedule(batch, [np.arange(batch.num_rows)], read, trains=False)
+        self._run_schedule(batch, [np.arange(batch.num_rows)], read, trains=False, exact=True)
         return self._on_all_stages({"logprobs": logprobs})
 
     def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
-        """Return the rows of each pass, so that they fit into the token budget when they are padded. Every rank has as
-        many passes as the rank that needs most, whatever `count`; some may have no row."""
+        """Return the rows of each pass, so that they fit into the token budget when they are padded, and little is
+        padded. Every rank has as many passes as the rank that needs most, whatever `count`; some may have no row."""
         longest = row_lengths(batch)
         whole: dict[int, list[int]] = {}
         for row in range(batch.num_rows):
             whole.setdefault(int(batch.sequence[row]), []).append(row)
-        parts: list[list[int]] = []
-        width = 0
-        for rows in sorted(whole.values(), key=lambda rows: -max(longest[rows])):  # rows of a trajectory stay together
-            if parts and (len(parts[-1]) + len(rows)) * width <= self.max_tokens:
-                parts[-1].extend(rows)
-            else:
-                parts.append([*rows])
-                width = max(longest[rows])
+        ordered = sorted(whole.values(), key=lambda rows: -max(longest[rows]))  # rows of a trajectory stay together
+        widths, counts = [max(longest[rows]) for rows in ordered], [len(rows) for rows in ordered]
+        cut = least_padding(widths, counts, self.max_tokens)
+        parts = [np.sort(np.concatenate([np.array(rows, np.int64) for rows in ordered[of]])) for of in cut]
         most = torch.tensor(len(parts), device=self.local.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return exactly([np.sort(np.array(part, np.int64)) for part in parts], int(most))
+        return exactly(parts, int(most))
 
-    def _run_schedule(self, batch: Batch, parts: Sequence[np.ndarray], read: Read, *, trains: bool = True) -> None:
+    def _run_schedule(
+        self, batch: Batch, parts: Sequence[np.ndarray], read: Read, *, trains: bool = True, exact: bool = False
+    ) -> None:
         """Run all passes in Megatron's schedule, and their backward passes if `trains`. On the last stage `read` is
-        called for each pass."""
+        called for each pass. exact: with the weights as they are, not rounded."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         def forward(every: Iterator[np.ndarray], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             rows = next(every)
-            part = part_of(batch, rows)
+            part = select_rows(batch, rows) if len(rows) else without_weight(shortest)
             ids, place, origin = self._padded(part)
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
             with self._autocast():
@@ -155,18 +158,28 @@ class MegatronPasses(ShardedPasses):
 
             return states.contiguous(), reduced
 
-        chunk = self._updates.wrapped if trains else self.local.chunk
-        longest = int(row_lengths(batch).max(initial=1))
-        with self._compute_weights(), computing_on(self.local.device):
+        chunks = [*(self._updates.wrapped if trains else self.local.chunks)]
+        several = len(chunks) > 1
+        if several:  # as many passes as Megatron's order of chunks wants
+            parts = exactly([*parts], len(parts) + -len(parts) % self._layout.pipeline)
+        lengths = row_lengths(batch)
+        shortest = select_rows(batch, lengths.argsort()[:1])  # of a pass that another rank has and this one has not
+        none: dict[str, Any] = {}
+        with (
+            nullcontext() if exact else self._compute_weights(),
+            computing_on(self.local.device),
+            exchange_of_chunks(self.local.megatron) if several else nullcontext(none) as exchange,
+        ):
             get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=iter(parts),
-                model=[chunk],
+                data_iterator=[iter(parts) for _ in chunks] if several else iter(parts),
+                model=chunks,
                 num_microbatches=len(parts),
-                seq_length=longest,
+                seq_length=int(lengths.max(initial=1)),
                 micro_batch_size=1,  # of shapes that differ: each pass sends its own
                 forward_only=not trains,
                 collect_non_loss_data=not trains,
+                **exchange,
             )
 
     def _padded(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
@@ -212,6 +225,25 @@ class MegatronPasses(ShardedPasses):
             yield
 
 
+def least_padding(widths: Sequence[int], counts: Sequence[int], budget: int) -> list[slice]:
+    """Return the parts of groups of rows that cost least when each part is padded to its first group, the widest, and
+    has at most `budget` tokens then. widths: the tokens of the longest row of each group, falling · counts: its rows"""
+    wide, ends = np.array(widths, np.int64), np.cumsum([0, *counts])
+    best, first = np.zeros(len(wide) + 1), np.zeros(len(wide) + 1, np.int64)
+    for end in range(1, len(wide) + 1):
+        padded = (ends[end] - ends[:end]) * wide[:end]
+        fits = padded <= budget
+        fits[-1] = True  # a group that is too large is a part alone
+        costs = np.where(fits, best[:end] + padded + PASS_TOKENS, np.inf)
+        first[end] = costs.argmin()
+        best[end] = costs[first[end]]
+    found, end = list[slice](), len(wide)
+    while end:
+        found.append(slice(int(first[end]), end))
+        end = int(first[end])
+    return found[::-1]
+
+
 def row_lengths(batch: Batch) -> np.ndarray:
     """Return the tokens of each row, with those that it shares."""
     found: np.ndarray = np.diff(unshare(batch).seg_start)
@@ -232,12 +264,13 @@ class MegatronEngine(TorchEngine):
         if torch.device(settings.device).type != "cuda" and settings.emulate_bf16 is None:
             # Megatron's backward of a split matrix multiplies float32 by bfloat16, which a CPU refuses
             settings = replace(settings, emulate_bf16=True)
-        local = MegatronModel(model, settings, layout, fill)
+        local = MegatronModel(model, settings, layout, options, fill)
         self.local, self.settings, self.device = local, settings, local.device
         self.updates = MegatronUpdates(local, distributed=options.distributed_optimizer)
         self.passes = MegatronPasses(local, self.updates)
         self.model, self.value_head, self.optimizer = local.model, local.value_head, self.updates.optimizer
-        self.offload = Offload(self.device, (), self._tensors_of)
+        self.offload = Offload(self.device, settings.offload, self._tensors_of)
+        local.seen = partial(self.offload.on_host, copy=False)
         self._state = self._megatron_state = MegatronState(local, self.updates, self.offload)
 
     def exported(self) -> Iterator[tuple[str, Tensor]]:
@@ -255,6 +288,7 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
     c = context
     if not dist.is_initialized():
         raise Refused("model.engine=megatron wants several ranks: set cluster.backend=ray, cluster.ranks_per_node=2")
+    assert not c.replays_routes, "config/routes.py refuses it"
     trusted = c.trust_remote_code
     found = open_skeleton(c.folder, trust_remote_code=trusted, needs_lm_head=c.head == "lm")
     if found is None:
@@ -262,5 +296,12 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
     fill = open_adapter(c.adapter, c.folder, found.model).after(found.fill) if c.adapter else found.fill
     logger.info("model.engine=megatron: without Transformer Engine rows are padded to the longest of a pass")
     kind = partial(MegatronEngine, options=options, layout=c.layout, fill=fill)
-    given = TorchOptions(attention="padded", max_skipped_updates=options.max_skipped_updates, share_prefix=False)
+    given = TorchOptions(
+        attention="padded",
+        share_prefix=False,
+        max_skipped_updates=options.max_skipped_updates,
+        offload_weights=options.offload_weights,
+        offload_optimizer=options.offload_optimizer,
+        offload_frozen=options.offload_frozen,
+    )
     return build_torch(given, c, kind, model=found.model)

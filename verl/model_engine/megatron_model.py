@@ -1,4 +1,4 @@
-"""A model of Megatron-Core on one rank: its chunk of layers, with names and values of Hugging Face tensors.
+"""A model of Megatron-Core on one rank: its chunks of layers, with names and values of Hugging Face tensors.
 
 A skeleton of the transformers model, without storage, has names, shapes and configuration. The weights are in
 Megatron's parameters, and the table of names (megatron_names.py) says where."""
@@ -6,7 +6,7 @@ Megatron's parameters, and the table of names (megatron_names.py) says where."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,10 +21,19 @@ from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.errors import Refused
 from verl.model_engine.base import WeightPart
 from verl.model_engine.layout import Layout
-from verl.model_engine.megatron_names import Piece, head_size, pieces_of
+from verl.model_engine.megatron_names import (
+    Piece,
+    head_size,
+    layers_of_chunks,
+    name_of_chunk,
+    pieces_of,
+    run_of_halves,
+    run_of_rows,
+)
 from verl.model_engine.megatron_options import (
     INSTEAD,
     ROPE_TYPES,
+    Options,
     divisions_refused,
     layer_windows,
     properties_refused,
@@ -43,33 +52,42 @@ BATCH_NAMES = 32
 """How many tensors are read from the files at a time."""
 
 
-def begin_ranks(layout: Layout) -> None:
+def begin_ranks(layout: Layout, options: Options) -> None:
     """Create Megatron's process groups of this process, once. Raise Refused if it has those of another layout."""
     from megatron.core import parallel_state as ranks
 
-    sizes = (layout.tensor, layout.pipeline, layout.expert)
+    sizes = (layout.tensor, layout.pipeline, layout.expert, options.virtual_stages, options.expert_tensor)
     if ranks.model_parallel_is_initialized():
         found = (
             ranks.get_tensor_model_parallel_world_size(),
             ranks.get_pipeline_model_parallel_world_size(),
             ranks.get_expert_model_parallel_world_size(),
+            ranks.get_virtual_pipeline_model_parallel_world_size() or 1,
+            ranks.get_expert_tensor_parallel_world_size(),
         )
         if found != sizes:
             raise Refused(
-                f"model.engine=megatron: this process has ranks of {found}, and {sizes} are wanted: one layout"
+                f"model.engine=megatron: the ranks of this process are divided by {found} (tensor, pipeline, expert, "
+                f"chunks, expert tensor), and {sizes} are wanted: use one layout for all models"
             )
         return
     ranks.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(options),
         expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=options.expert_tensor,
         distributed_timeout_minutes=math.ceil(patience().total_seconds() / 60),
         create_gloo_process_groups=False,
     )
 
 
-def transformer_config(config: Any, settings: EngineSettings, layout: Layout) -> Any:
+def _virtual(options: Options) -> int | None:
+    """Return the number of chunks of a stage, as Megatron has it: None for one, which selects another schedule."""
+    return options.virtual_stages if options.virtual_stages > 1 else None
+
+
+def transformer_config(config: Any, settings: EngineSettings, layout: Layout, options: Options) -> Any:
     """Return Megatron's configuration of a model and of its schedule. config: of transformers."""
     from megatron.core.transformer import TransformerConfig
 
@@ -99,8 +117,9 @@ def transformer_config(config: Any, settings: EngineSettings, layout: Layout) ->
         pipeline_dtype=torch.float32,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=_virtual(options),
         expert_model_parallel_size=layout.expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=options.expert_tensor,
         sequence_parallel=layout.tensor > 1,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -143,9 +162,9 @@ def norm(config: Any, hidden_size: int, eps: float) -> nn.Module:
     return made
 
 
-def build_chunk(model: Any, config: Any, stage: int, stages: int) -> Any:
-    """Build the layers of a stage, with embeddings and head where the stage has them. model: of transformers, without
-    storage · config: Megatron's."""
+def build_chunk(model: Any, config: Any, here: range, number: int) -> Any:
+    """Build a chunk of layers, with the embeddings before the model's first one and the head after its last one. model:
+    of transformers, without storage · config: Megatron's · here: the layers · number: of the chunk in its stage"""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -160,13 +179,14 @@ def build_chunk(model: Any, config: Any, stage: int, stages: int) -> Any:
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     chunk = GPTModel(
         config,
-        TransformerBlockSubmodules(layer_specs=[layer] * (config.num_layers // stages), layer_norm=norm),
+        TransformerBlockSubmodules(layer_specs=[layer] * len(here), layer_norm=norm),
         vocab_size=text.vocab_size,
         max_sequence_length=text.max_position_embeddings,
-        pre_process=stage == 0,
-        post_process=stage == stages - 1,
+        pre_process=here.start == 0,
+        post_process=here.stop == config.num_layers,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
+        vp_stage=None if config.virtual_pipeline_model_parallel_size is None else number,
     )
     rope = model.base_model.rotary_emb
     if rope.rope_type not in ROPE_TYPES or rope.attention_scaling != 1.0:
@@ -174,7 +194,7 @@ def build_chunk(model: Any, config: Any, stage: int, stages: int) -> Any:
         raise Refused(f"model.engine=megatron: {has}; it has {', '.join(ROPE_TYPES)}, unscaled: {INSTEAD}")
     chunk.rotary_pos_emb.inv_freq = rope.inv_freq.clone().float()
     padding = model.get_input_embeddings().padding_idx
-    if stage == 0 and padding is not None:
+    if here.start == 0 and padding is not None:
         chunk.embedding.register_forward_hook(partial(_without_padding, padding=padding), with_kwargs=True)
     return chunk
 
@@ -192,11 +212,11 @@ def _without_padding(_: nn.Module, args: object, given: Mapping[str, Any], out: 
 class MegatronModel(StageModel):
     """This rank's part of a model. model: of transformers, without storage · fill: reads parts of its tensors"""
 
-    def __init__(self, model: Any, settings: EngineSettings, layout: Layout, fill: Fill) -> None:
+    def __init__(self, model: Any, settings: EngineSettings, layout: Layout, options: Options, fill: Fill) -> None:
         text = model.config.get_text_config()
         given, what = text.to_dict(), f"the {text.model_type}"
-        refused = (divisions_refused(layout), sizes_refused(layout, given, what), properties_refused(given, what))
-        for line in chain.from_iterable(refused):
+        sizes = sizes_refused(layout, options, given, what)
+        for line in chain(divisions_refused(layout, options), sizes, properties_refused(given, what)):
             raise Refused(line)
         if settings.dtype == "float64" or settings.lora is not None or settings.freeze:
             raise Refused("model.engine=megatron trains all weights, in float32 or bfloat16: use model.engine=sharded")
@@ -206,23 +226,34 @@ class MegatronModel(StageModel):
         self.stage, self.last_stage = self.place.pipeline, layout.pipeline - 1
         self.column = column_of(layout, range(layout.pipeline))
         self.value_head = self._value_head()
-        each = text.num_hidden_layers // layout.pipeline
-        self.meshes_of_parts = _meshes(layout, self.device.type, None)
-        expert_rank = self.meshes_of_parts[1].get_local_rank("expert")
-        here = range(self.stage * each, (self.stage + 1) * each)
-        self.pieces = {p.name: p for p in pieces_of(model, layout, self.place, expert_rank, here)}
+        self.seen: Callable[[Tensor], Tensor] = _identity
+        """Returns a weight where it is: the engine's, which may offload it."""
+        self.options = options
+        self.meshes_of_parts = _meshes(layout, options.expert_tensor, self.device.type, None)
+        chunks = [
+            layers_of_chunks(text.num_hidden_layers, layout, stage, options.virtual_stages)
+            for stage in range(layout.pipeline)
+        ]
+        stage_of = {layer: stage for stage, here in enumerate(chunks) for layer in chain.from_iterable(here)}
+        here = chunks[self.stage]
+        self.pieces = {p.name: p for p in pieces_of(model, layout, self.place, options.expert_tensor, {*chain(*here)})}
         with quiet(), computing_on(self.device):
-            begin_ranks(layout)
-            self.megatron = transformer_config(text, settings, layout)
-            self.chunk = build_chunk(model, self.megatron, self.stage, layout.pipeline).to(self.device)
+            begin_ranks(layout, options)
+            self.megatron = transformer_config(text, settings, layout, options)
+            made = (build_chunk(model, self.megatron, layers, number) for number, layers in enumerate(here))
+            self.chunks = nn.ModuleList(chunk.to(self.device) for chunk in made)
         if self.value_head is not None and self.is_last:
-            self.chunk.value_head = self.value_head.to(self.device)
-        self.parameters = dict(self.chunk.named_parameters())
-        self._know_the_whole({name: self._stage_of(name, each) for name, _ in _named(model)})
+            self.chunks[-1].value_head = self.value_head.to(self.device)
+        self.parameters = {
+            name_of_chunk(name, layers.start): p
+            for chunk, layers in zip(self.chunks, here, strict=True)
+            for name, p in chunk.named_parameters()
+        }
+        self._know_the_whole({name: self._stage_of(name, stage_of) for name, _ in _named(model)})
         for p in self.parameters.values():
             p.requires_grad_(settings.optim is not None)
         self._read(fill)
-        self.chunk.train(settings.optim is not None)
+        self.chunks.train(settings.optim is not None)
         self.vocabulary = self._slice() if layout.tensor > 1 else None
 
     def _value_head(self) -> ValueHead | None:
@@ -234,9 +265,9 @@ class MegatronModel(StageModel):
             made.weight.data.copy_(s.score)
         return made
 
-    def _stage_of(self, name: str, each: int) -> int:
+    def _stage_of(self, name: str, of_layer: Mapping[int, int]) -> int:
         if name.startswith("model.layers."):
-            return int(name.split(".")[2]) // each
+            return of_layer[int(name.split(".")[2])]
         return 0 if name.startswith("model.embed_tokens.") else self.last_stage
 
     @torch.no_grad()
@@ -248,29 +279,51 @@ class MegatronModel(StageModel):
             read = {p.name: self.wrapped(p, torch.empty(p.part)) for p in some}
             fill(read)
             for piece in some:
-                piece.write(self.sources(piece), read[piece.name].to_local().to(self.device))
+                self.write(piece, read[piece.name].to_local())
         missing = {*self.parameters} - {s for p in self.pieces.values() for s in p.sources}
         left = [name for name in missing if not name.startswith("value_head.")]
         if left:
             raise Refused(f"model.engine=megatron: the folder has no tensor for {left[0]}: use model.engine=sharded")
 
     def sources(self, piece: Piece, of: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-        """Return the tensors that have a piece, among these tensors by Megatron's names; None: the weights."""
-        every = self.parameters if of is None else of
-        return [every[name].detach() for name in piece.sources]
+        """Return the tensors that have a piece, among these tensors by Megatron's names; None: the weights, in host
+        memory while they are offloaded."""
+        if of is None:
+            return [self.seen(self.parameters[name].detach()) for name in piece.sources]
+        return [of[name].detach() for name in piece.sources]
 
     def wrapped(self, piece: Piece, part: Tensor, meshes: Sequence[DeviceMesh] | None = None) -> Any:
         """Return the whole tensor of a piece, of which this rank has this part."""
         weights, experts = self.meshes_of_parts if meshes is None else meshes
-        mesh = experts["replica", "expert"] if piece.experts else weights["data", "tensor"]
-        placement = Replicate() if piece.split is None else Shard(piece.split)
+        mesh = experts["replica", "expert", "expert_tensor"] if piece.experts else weights["data", "tensor"]
+        placements = [Replicate(), Replicate() if piece.split is None else Shard(piece.split)]
+        placements[1:1] = [Shard(0)] * piece.experts
         stride = torch.empty(piece.shape, device="meta").stride()
         given: Any = {"run_check": False, "shape": torch.Size(piece.shape), "stride": stride}
-        return DTensor.from_local(part.contiguous(), mesh, [Replicate(), placement], **given)
+        return DTensor.from_local(part.contiguous(), mesh, placements, **given)
 
     def part(self, piece: Piece, of: Mapping[str, Tensor] | None = None) -> Tensor:
-        """Return this rank's part of a tensor, from the weights or from other tensors by Megatron's names."""
-        return piece.read(self.sources(piece, of))
+        """Return this rank's part of a tensor, from the weights or from other tensors by Megatron's names. The ranks
+        that share an expert call this together."""
+        mine = piece.read(self.sources(piece, of))
+        return self._exchanged(mine, run_of_rows) if piece.paired else mine
+
+    def write(self, piece: Piece, part: Tensor, of: Mapping[str, Tensor] | None = None) -> None:
+        """Write this rank's part of a tensor, as `part` returns it, into the weights or into other tensors by
+        Megatron's names. The ranks that share an expert call this together."""
+        part = part.to(self.device)
+        piece.write(self.sources(piece, of), self._exchanged(part, run_of_halves) if piece.paired else part)
+
+    def _exchanged(self, mine: Tensor, of: Callable[[Sequence[Tensor], int], Tensor]) -> Tensor:
+        """Return what `of` selects for this rank of the parts of all ranks that share an expert, where this part is."""
+        sent, mesh = mine.to(self.device).contiguous(), self.meshes_of_parts[1]["expert_tensor"]
+        every = [torch.empty_like(sent) for _ in range(self.options.expert_tensor)]
+        dist.all_gather(every, sent, group=mesh.get_group())
+        return of(every, mesh.get_local_rank()).to(mine.device)
+
+    def _view(self, piece: Piece) -> Tensor:
+        """Return this rank's part of a weight as `Piece.view` has it."""
+        return piece.view(self.sources(piece))
 
     def _slice(self) -> Vocabulary:
         from megatron.core import parallel_state as ranks
@@ -289,8 +342,9 @@ class MegatronModel(StageModel):
 
     def head_weight(self) -> Tensor:
         """Return this rank's slice of the head [V, H]; the last stage has it."""
-        tied: bool = self.chunk.share_embeddings_and_output_weights
-        found: Tensor = self.chunk.shared_embedding_or_output_weight() if tied else self.chunk.output_layer.weight
+        last: Any = self.chunks[-1]
+        tied: bool = last.share_embeddings_and_output_weights
+        found: Tensor = last.shared_embedding_or_output_weight() if tied else last.output_layer.weight
         return found
 
     # -- what is trained, and published --------------------------------------------------------------------------------
@@ -299,7 +353,7 @@ class MegatronModel(StageModel):
         return [p.detach() for p in self.parameters.values()]
 
     def masters(self) -> dict[str, Tensor]:
-        return {name: self.part(piece) for name, piece in self.pieces.items()}
+        return {name: piece.read(self.sources(piece)) for name, piece in self.pieces.items()}  # one rank alone asks
 
     def trained_pieces(self) -> dict[str, Piece]:
         """Return the pieces of this stage that are trained and saved: not the copy of a tied embedding."""
@@ -312,7 +366,7 @@ class MegatronModel(StageModel):
         """Yield all weights as `named_weights` does, spread over these meshes; None: those of training."""
         for name in self._delivery:
             if name == SCORE_WEIGHT:
-                yield name, self.value_head.weight if self.is_last and self.value_head is not None else None
+                yield name, self._score_weight().to(self.device) if self.is_last else None  # stages send it
             elif self._weights[name].stage == self.stage:
                 yield name, self.wrapped(self.pieces[name], self.part(self.pieces[name]), meshes)
             else:
@@ -326,25 +380,38 @@ class MegatronModel(StageModel):
             if weight.stage != self.stage:
                 yield WeightPart(name, tuple(weight.shape), weight.dtype, None, index)
             elif name == SCORE_WEIGHT:
-                assert self.value_head is not None
-                mine = self.value_head.weight.detach if first and self.place.tensor == 0 else None
+                mine = self._score_weight if first and self.place.tensor == 0 else None
                 yield WeightPart(name, tuple(weight.shape), weight.dtype, mine, index)
             else:
-                piece, at = self.pieces[name], self.place.tensor
-                if piece.experts:
-                    first, at = self._first_with_experts()
-                if piece.split is not None:
-                    size = piece.part[piece.split]
-                    index = (*index[: piece.split], slice(at * size, (at + 1) * size), *index[piece.split + 1 :])
-                delivers = first and (piece.split is not None or self.place.tensor == 0)
-                yield WeightPart(
-                    name, piece.shape, weight.dtype, partial(self.part, piece) if delivers else None, index
-                )
+                yield from self._parts_of(self.pieces[name], weight.dtype)
 
-    def _first_with_experts(self) -> tuple[bool, int]:
-        """Return whether this rank is the first with its experts, and its place among those that share them."""
-        mesh = self.meshes_of_parts[1]
-        return mesh.get_local_rank("replica") == 0, mesh.get_local_rank("expert")
+    def _parts_of(self, piece: Piece, dtype: torch.dtype) -> Iterator[WeightPart]:
+        """Yield this rank's part of a weight; two of them if it has a run of a gate's rows and one of those below."""
+        experts, index = self.meshes_of_parts[1], [slice(0, size) for size in piece.shape]
+        at, delivers = self.place.tensor, self.place.data == 0 and (piece.split is not None or self.place.tensor == 0)
+        if piece.experts:
+            at, delivers = experts.get_local_rank("expert_tensor"), experts.get_local_rank("replica") == 0
+            index[0] = _run(experts.get_local_rank("expert"), piece.part[0])
+        if not piece.paired:
+            if piece.split is not None:
+                index[piece.split] = _run(at, piece.part[piece.split])
+            read = partial(self._view, piece) if delivers else None
+            yield WeightPart(piece.name, piece.shape, dtype, read, tuple(index))
+            return
+        rows = piece.part[1] // 2
+        for half in range(2):
+            read = partial(self._half, piece, half) if delivers else None
+            index[1] = _run(half * self.options.expert_tensor + at, rows)
+            yield WeightPart(piece.name, piece.shape, dtype, read, tuple(index))
+
+    def _half(self, piece: Piece, half: int) -> Tensor:
+        """Return the gate (0) or the up projection (1) of this rank's part of experts."""
+        return piece.read(self.sources(piece)).chunk(2, 1)[half]
+
+    def _score_weight(self) -> Tensor:
+        """Return the weight of the value head, in host memory while it is offloaded."""
+        assert self.value_head is not None
+        return self.seen(self.value_head.weight.detach())
 
     def delivered(self, name: str, p: Tensor | None, on_host: Any = None) -> Tensor:
         owner = self._whole_tied.get(name, name)
@@ -355,13 +422,19 @@ class MegatronModel(StageModel):
 
     def host_meshes(self) -> list[DeviceMesh]:
         """Create meshes for tensors in host memory, apart from those of training."""
-        return _meshes(self.layout, "cpu", "gloo")
+        return _meshes(self.layout, self.options.expert_tensor, "cpu", "gloo")
 
 
-def _meshes(layout: Layout, device: str, backend: str | None) -> list[DeviceMesh]:
+def _run(number: int, size: int) -> slice:
+    """Return a run of so many elements, of those that follow one another."""
+    return slice(number * size, (number + 1) * size)
+
+
+def _meshes(layout: Layout, expert_tensor: int, device: str, backend: str | None) -> list[DeviceMesh]:
     """Create the meshes over which weights, and experts, are spread. All ranks call this in the same order."""
     stages = {"pipeline": layout.pipeline}
-    experts = {"replica": layout.data * layout.tensor // layout.expert, "expert": layout.expert}
+    over = layout.data * layout.tensor // (layout.expert * expert_tensor)
+    experts = {"replica": over, "expert": layout.expert, "expert_tensor": expert_tensor}
     every = (stages | {"data": layout.data, "tensor": layout.tensor}, stages | experts)
     return [arranged(device, sizes, None if backend is None else dict.fromkeys(sizes, backend)) for sizes in every]
 

@@ -8,7 +8,7 @@ them."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -20,9 +20,10 @@ from verl.errors import Refused
 from verl.model_engine.layout import Layout, RankPlace
 from verl.names import did_you_mean
 
-Way = Literal["whole", "rows", "columns", "q", "k", "v", "gate", "up", "experts"]
+Way = Literal["whole", "rows", "columns", "q", "k", "v", "gate", "up", "experts in", "experts out"]
 """How a tensor is in a parameter: whole on every rank · rows or columns: tensor ranks share that dimension · q, k, v:
-rows of a group of heads · gate, up: the first or the second half of a rank's rows · experts: stacked over experts."""
+rows of a group of heads · gate, up: the first or the second half of a rank's rows · experts in, experts out: stacked
+over experts, of which ranks share the rows of gate and of up, and the columns of down."""
 
 
 class NameRow(NamedTuple):
@@ -59,8 +60,8 @@ MLP = (
 )
 EXPERTS = (
     NameRow("mlp.gate", "mlp.router", "whole"),
-    NameRow("mlp.experts.gate_up_proj", "mlp.experts.local_experts.{}.linear_fc1", "experts"),
-    NameRow("mlp.experts.down_proj", "mlp.experts.local_experts.{}.linear_fc2", "experts"),
+    NameRow("mlp.experts.gate_up_proj", "mlp.experts.local_experts.{}.linear_fc1", "experts in"),
+    NameRow("mlp.experts.down_proj", "mlp.experts.local_experts.{}.linear_fc2", "experts out"),
 )
 DENSE = (*NORMS, *ATTENTION, *MLP)
 FAMILIES: Mapping[str, tuple[NameRow, ...]] = MappingProxyType(
@@ -73,7 +74,10 @@ FAMILIES: Mapping[str, tuple[NameRow, ...]] = MappingProxyType(
     }
 )
 """Model type -> the modules of one layer."""
+IN_EXPERTS: Mapping[Way, int] = MappingProxyType({"experts in": 1, "experts out": 2})
+"""The dimension of a stack [experts, out, in] that the ranks of one expert share."""
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.(.+)$")
+_LAYER_OF_CHUNK = re.compile(r"^decoder\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +90,24 @@ class Piece:
     part: tuple[int, ...]
     """The shape of this rank's part."""
     sources: tuple[str, ...]
-    """Megatron's parameters that have the part: one, or one per expert."""
+    """Megatron's parameters that have the part: one, or one per expert. Layers have their numbers in the model."""
     pick: Callable[[Tensor], Tensor]
     """Returns the view of a Megatron tensor (a weight, its gradient, its moments) that has the part."""
     split: int | None
-    """The dimension that the tensor ranks share, or expert ranks with `experts`; None: every rank has the whole."""
+    """The dimension that the tensor ranks share, or with `experts` the ranks that share an expert; None: every rank has
+    the whole."""
     experts: bool
+    """The tensor is stacked over experts, which the expert ranks share."""
+    paired: bool = False
+    """The rows are those of a gate above as many of an up projection, and each rank that shares an expert has a run of
+    both: they are exchanged for a run of rows."""
     delivers: bool = True
     """False for the copy of a tied embedding on the last stage: the first stage delivers it."""
+
+    def view(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the part, from tensors of the sources, without a copy unless it is of experts: heads of queries, keys
+        or values as [groups, heads of a group, head_dim, ...], all else as [*part]."""
+        return self.read(tensors) if self.experts else self.pick(tensors[0])
 
     def read(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the part [*part], from tensors of the sources. It shares their storage where its order is theirs."""
@@ -112,10 +126,24 @@ class Piece:
             tensor.copy_(one)
 
 
-def pieces_of(model: Any, layout: Layout, place: RankPlace, expert_rank: int, here: range) -> list[Piece]:
-    """Return this rank's parts of a model's tensors. model: a causal LM, without storage · expert_rank: which of the
-    ranks that share experts this is · here: the layers of this rank's stage. Raise Refused for a family or a tensor
-    that the table does not have."""
+def layers_of_chunks(layers: int, layout: Layout, stage: int, virtual_stages: int) -> list[range]:
+    """Return the layers of each chunk of a stage. The first chunks of all stages follow one another, then the second
+    ones; all have as many layers."""
+    each = layers // (layout.pipeline * virtual_stages)
+    firsts = ((chunk * layout.pipeline + stage) * each for chunk in range(virtual_stages))
+    return [range(first, first + each) for first in firsts]
+
+
+def name_of_chunk(name: str, first: int) -> str:
+    """Return the name of a chunk's parameter with the number that its layer has in the whole model. first: that of the
+    chunk's first layer"""
+    return _LAYER_OF_CHUNK.sub(lambda found: f"decoder.layers.{int(found[1]) + first}.", name)
+
+
+def pieces_of(model: Any, layout: Layout, place: RankPlace, expert_tensor: int, here: Container[int]) -> list[Piece]:
+    """Return this rank's parts of a model's tensors. model: a causal LM, without storage · expert_tensor: how many
+    ranks share an expert · here: the layers of this rank's stage. Raise Refused for a family or a tensor that the table
+    does not have."""
     config = model.config.get_text_config()
     rows = rows_of(config.model_type)
     first, last = place.pipeline == 0, place.pipeline == layout.pipeline - 1
@@ -129,12 +157,12 @@ def pieces_of(model: Any, layout: Layout, place: RankPlace, expert_rank: int, he
         if layer:
             if int(layer[1]) not in here:
                 continue
-            target = f"decoder.layers.{int(layer[1]) - here.start}.{target}"
+            target = f"decoder.layers.{layer[1]}.{target}"
         elif not (first if row.hf == "model.embed_tokens" else last):
             if row.hf == "model.embed_tokens" and tied and last:
-                found.append(_piece(name, tensor.shape, row, leaf, "output_layer.weight", config, layout, 0, False))
+                found.append(_piece(name, tensor.shape, row, leaf, "output_layer.weight", config, layout, 1, False))
             continue
-        found.append(_piece(name, tuple(tensor.shape), row, leaf, target, config, layout, expert_rank, True))
+        found.append(_piece(name, tuple(tensor.shape), row, leaf, target, config, layout, expert_tensor, True))
     return found
 
 
@@ -158,7 +186,7 @@ def _tensors(model: Any) -> Iterator[tuple[str, Tensor]]:
 def _row(rows: Sequence[NameRow], inner: str, name: str, kind: str) -> tuple[NameRow, str]:
     """Return the row of a tensor, and the end of its name: weight or bias."""
     for row in rows:
-        if row.way == "experts" and inner == row.hf:
+        if row.way in IN_EXPERTS and inner == row.hf:
             return row, "weight"
         if inner in (f"{row.hf}.weight", f"{row.hf}.bias"):
             return row, inner.rpartition(".")[2]
@@ -175,17 +203,31 @@ def _piece(
     target: str,
     config: Any,
     layout: Layout,
-    expert_rank: int,
+    expert_tensor: int,
     delivers: bool,
 ) -> Piece:
     way: Way = "whole" if row.way == "columns" and leaf == "bias" else row.way
-    if way == "experts":
-        count = shape[0] // layout.expert
-        sources = tuple(target.format(i) for i in range(count))
-        return Piece(name, tuple(shape), (count, *shape[1:]), sources, _same, 0, True)
+    if way in IN_EXPERTS:
+        count, shared = shape[0] // layout.expert, IN_EXPERTS[way]
+        part = (count, *(size // (expert_tensor if dim == shared else 1) for dim, size in enumerate(shape[1:], 1)))
+        sources, paired = tuple(target.format(i) for i in range(count)), expert_tensor > 1 and way == "experts in"
+        return Piece(name, tuple(shape), part, sources, _same, shared, experts=True, paired=paired)
     split = None if way == "whole" else 1 if way == "columns" else 0
     part = tuple(size // layout.tensor if dim == split else size for dim, size in enumerate(shape))
-    return Piece(name, tuple(shape), part, (target,), _pick_of(way, config), split, False, delivers)
+    pick = _pick_of(way, config)
+    return Piece(name, tuple(shape), part, (target,), pick, split, experts=False, delivers=delivers)
+
+
+def run_of_rows(parts: Sequence[Tensor], at: int) -> Tensor:
+    """Return run `at` of the rows [experts, rows, in] of a gate above an up projection, from the parts of the ranks
+    that share each expert: rows of the gate above as many of the other."""
+    halves = [part.chunk(2, 1) for part in parts]
+    return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 1).chunk(len(parts), 1)[at]
+
+
+def run_of_halves(parts: Sequence[Tensor], at: int) -> Tensor:
+    """Return part `at` of what `run_of_rows` made runs of."""
+    return torch.cat([half.chunk(len(parts), 1)[at] for half in torch.cat([*parts], 1).chunk(2, 1)], 1)
 
 
 def _same(t: Tensor) -> Tensor:

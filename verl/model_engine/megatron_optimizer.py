@@ -1,5 +1,5 @@
-"""Megatron's optimizer around a chunk: gradients that are summed over the data ranks, updates, and its states by the
-names of Hugging Face, so that a checkpoint is the same as that of every other engine and layout."""
+"""Megatron's optimizer around a rank's chunks: gradients that are summed over the data ranks, updates, and its states
+by the names of Hugging Face, so that a checkpoint is the same as that of every other engine and layout."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class MegatronUpdates(Updates):
     def __init__(self, local: MegatronModel, *, distributed: bool) -> None:
         self._local, self._dump_dir, self.spec = local, local.settings.dump_dir, local.settings.optim
         self.optimizer: Any = None
-        self.wrapped: Any = None
-        """The chunk with its gradient buffers, from which the gradients are summed over the data ranks."""
+        self.wrapped: list[Any] = []
+        """The chunks with their gradient buffers, from which the gradients are summed over the data ranks."""
         self.steps = self.skipped = self.copied = 0
         self._has_gradient, self._distributed = False, distributed
         if self.spec is None:
@@ -60,14 +60,16 @@ class MegatronUpdates(Updates):
         spec, config = self.spec, self._local.megatron
         assert spec is not None
         given = DistributedDataParallelConfig(use_distributed_optimizer=distributed, grad_reduce_in_fp32=True)
-        self.wrapped = DistributedDataParallel(config, given, self._local.chunk)
-        self._parameters = {name: p for name, p in self._local.chunk.named_parameters() if p.requires_grad}
+        self.wrapped = [DistributedDataParallel(config, given, chunk) for chunk in self._local.chunks]
+        self._parameters = {name: p for name, p in self._local.parameters.items() if p.requires_grad}
 
         def summed(chunks: Any, num_tokens: Any, pg_collection: Any = None, force_all_reduce: bool = False) -> None:
             """Sum the gradients, of which none is divided: the weights of a step hold its one division."""
             finalize_model_grads(chunks, None, pg_collection, force_all_reduce)
 
-        config.finalize_model_grads_func, config.no_sync_func = summed, self.wrapped.no_sync
+        without_sums = [chunk.no_sync for chunk in self.wrapped]
+        config.finalize_model_grads_func = summed
+        config.no_sync_func = without_sums if len(without_sums) > 1 else without_sums[0]
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
                 optimizer="adam",
@@ -80,14 +82,18 @@ class MegatronUpdates(Updates):
                 use_distributed_optimizer=distributed,
                 params_dtype=torch.float32,
             ),
-            [self.wrapped],
+            self.wrapped,
             use_gloo_process_groups=False,
         )
+        self._free_gradients()
 
     def begin_gradient(self) -> None:
         """Start the gradient of an optimizer step. It is summed over the ranks at the end of the passes, once."""
-        assert self.wrapped is not None, "this engine was built without an optimizer"
+        assert self.wrapped, "this engine was built without an optimizer"
         assert not self._has_gradient, "Megatron sums the gradients of a step once: all its passes are in one call"
+        if self._local.settings.offload:
+            for chunk in self.wrapped:
+                chunk.restore_grad_buffers(synchronize=False)
         self._has_gradient = True
 
     def step(self, last: tuple[Batch, Sequence[str]] | None) -> Metrics:
@@ -115,9 +121,17 @@ class MegatronUpdates(Updates):
 
     def zero_grad(self) -> None:
         """Drop the gradient."""
-        self.wrapped.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._free_gradients()
         self._has_gradient = False
+
+    def _free_gradients(self) -> None:
+        """Give the memory of the gradients back until the next step, if the state leaves the device too."""
+        if self._local.settings.offload:
+            for chunk in self.wrapped:
+                chunk.offload_grad_buffers(synchronize=False, empty_cache=False)
 
     def tensors(self) -> list[Tensor]:
         return [t for _, states in self._states() for t in states.values() if t.ndim]
@@ -157,7 +171,8 @@ class MegatronUpdates(Updates):
 
     @torch.no_grad()
     def moments(self, key: str) -> dict[str, Tensor]:
-        """Return a moment of every trained parameter, whole, by Megatron's names. All ranks call this."""
+        """Return a moment of every trained parameter, whole, in host memory, by Megatron's names. One of them at a time
+        is on the device. All ranks call this."""
         from megatron.core import parallel_state as ranks
 
         found = {}
@@ -165,12 +180,12 @@ class MegatronUpdates(Updates):
             flat, held = torch.zeros(p.numel(), device=p.device), self._shard(p)
             if held is not None:
                 tensor, at = held
-                flat[at] = self._state_of(tensor)[key].flatten()
+                flat[at] = self._local.seen(self._state_of(tensor)[key]).flatten().to(flat.device)
             if self._distributed:
                 expert = not getattr(p, "allreduce", True)
                 group = ranks.get_expert_data_parallel_group() if expert else ranks.get_data_parallel_group()
                 dist.all_reduce(flat, group=group)
-            found[name] = flat.view(p.shape)
+            found[name] = flat.view(p.shape).cpu()
         return found
 
     @torch.no_grad()
@@ -202,22 +217,13 @@ class MegatronState(EngineState):
     _local: MegatronModel
     _updates: MegatronUpdates
     _host: tuple[list[Any], Any] | None = None
-    """Meshes and the group of all ranks for snapshots, which communicate beside training."""
+    """Meshes in host memory and the group of all ranks, for snapshots that communicate beside training."""
 
     def now(self) -> Snapshot:
-        return self._at(None)
-
-    def snapshot(self) -> Snapshot:
+        """Return the present state, of which the moments are in host memory."""
         if self._host is None:
             self._host = self._local.host_meshes(), dist.new_group(backend="gloo", timeout=patience())
         meshes, group = self._host
-        return replace(self._at(meshes).copied(_on_host), group=group)
-
-    def save(self, path: Path) -> None:
-        self.now().copied(_on_host).save(path)  # in Megatron several tensors share a storage, which is not saved
-
-    def _at(self, meshes: Any) -> Snapshot:
-        """Return the present state. meshes: those over which its tensors are spread; None: those of training"""
         local, updates = self._local, self._updates
         state: dict[str, Tensor] = {}
         trained = local.trained_pieces()
@@ -229,14 +235,23 @@ class MegatronState(EngineState):
                 state[f"optimizer.{key}.{name}"] = local.wrapped(piece, local.part(piece, every), meshes)
             state |= {f"optimizer.{key}.{name}": every[name] for name in self._own_head()}
         for name, p in self._own_head().items():
-            state[f"model.{name}"] = p.detach()
+            state[f"model.{name}"] = local.seen(p.detach())
         if moments:
             names = (*trained, *self._own_head())
             state |= {f"optimizer.step.{name}": torch.tensor(float(updates.steps)) for name in names}
         counters = {"optimizer_step": updates.steps, "skipped": updates.skipped, "copied": updates.copied}
-        named = tuple(local.exported() if meshes is None else local.exported_on(meshes))
-        whole = local.delivered if meshes is None else partial(local.delivered, on_host=meshes[0])
-        return Snapshot(state, named, whole, counters if dist.get_rank() == 0 else None)
+        whole = partial(local.delivered, on_host=meshes[0])
+        named = tuple(local.exported_on(meshes))
+        return Snapshot(state, named, whole, counters if dist.get_rank() == 0 else None, group)
+
+    def snapshot(self) -> Snapshot:
+        with self._offload.still():
+            return self.now().copied(_on_host)
+
+    def save(self, path: Path) -> None:
+        with self._offload.still():
+            now = self.now().copied(_on_host)  # in Megatron several tensors share a storage, which is not saved
+            replace(now, group=None).save(path)
 
     def _own_head(self) -> dict[str, nn.Parameter]:
         """Return the value head that this stage trains, by its names in the chunk and in a checkpoint."""
@@ -258,7 +273,7 @@ class MegatronState(EngineState):
         loaded = _Loaded() if local.settings.optim is not None else None
         counters = load_state(path, local.trained_names(), params, loaded, local.part_of)  # type: ignore[arg-type]
         for name, piece in pieces.items():
-            piece.write(local.sources(piece), params[name].to_local().to(local.device))
+            local.write(piece, params[name].to_local())
         if loaded is not None and any(loaded.state.values()):
             self._restore(loaded, params, pieces, counters["optimizer_step"])
         counted = (int(counters.get(name, 0)) for name in ("optimizer_step", "skipped", "copied"))
@@ -272,7 +287,7 @@ class MegatronState(EngineState):
             for name, p in params.items():
                 if name in pieces:
                     part = loaded.state[p][key].to_local()  # type: ignore[attr-defined]
-                    pieces[name].write(local.sources(pieces[name], every), part.to(local.device))
+                    local.write(pieces[name], part, every)
                 else:
                     every[name].copy_(loaded.state[p][key])
         self._updates.set_states(moments, steps)

@@ -5,10 +5,11 @@ Nothing is changed on a GPU. On a CPU the changes are made inside `computing_on`
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -95,13 +96,53 @@ def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = Fal
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
+def _on_host_again(backward: Callable[..., Any]) -> Any:
+    """Return the backward pass of a checkpoint that computes its layers again on the CPU: autograd does not keep the
+    mode of the forward pass."""
+
+    def run(context: Any, *gradients: Any) -> Any:
+        with _OnHost():
+            return backward(context, *gradients)
+
+    return staticmethod(run)
+
+
+def _gathering(gather: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return Megatron's gathering of runs of rows, which may be unlike: gloo has none of those."""
+
+    def run(mine: Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return gather(mine, group, None, use_global_buffer)
+        every = gather(_of_length(mine, max(sizes)), group).chunk(len(sizes))
+        return torch.cat([part[:size] for part, size in zip(every, sizes, strict=True)])
+
+    return run
+
+
+def _scattering(scatter: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return Megatron's sums of runs of rows, each of which one rank gets; they may be unlike."""
+
+    def run(every: Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False) -> Tensor:
+        if sizes is None or group.size() == 1:
+            return scatter(every, group, None, use_global_buffer)
+        parts = [_of_length(part, max(sizes)) for part in every.split(list(sizes))]
+        return scatter(torch.cat(parts), group)[: sizes[group.rank()]]
+
+    return run
+
+
+def _of_length(rows: Tensor, length: int) -> Tensor:
+    """Return so many rows, the last ones of zeros."""
+    return torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
+
+
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
     """Return a context in which Megatron computes on this device."""
     if device.type == "cuda":
         yield
         return
-    from megatron.core.tensor_parallel import random
+    from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import token_dispatcher
 
     with ExitStack() as stack:
@@ -112,11 +153,14 @@ def computing_on(device: torch.device) -> Iterator[None]:
             (torch.cuda, "stream", lambda stream: nullcontext()),
             (torch.cuda, "synchronize", lambda device=None: None),
             (token_dispatcher, "maybe_move_tensor_to_cpu", _moved_to_cpu),
+            (mappings, "_gather_along_first_dim", _gathering(mappings._gather_along_first_dim)),
+            (mappings, "_reduce_scatter_along_first_dim", _scattering(mappings._reduce_scatter_along_first_dim)),
             (random.CudaRNGStatesTracker, "fork", lambda *_, **__: nullcontext()),
             (random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
             (random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
+            (random.CheckpointFunction, "backward", _on_host_again(random.CheckpointFunction.backward)),
         ):
-            stack.callback(setattr, owner, name, getattr(owner, name))
+            stack.callback(setattr, owner, name, inspect.getattr_static(owner, name))
             setattr(owner, name, value)
         stack.enter_context(_OnHost())
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +18,9 @@ MATRIX_BYTES: Mapping[str, float] = MappingProxyType(
     {"none": 4.0, "nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1 + 4 / 1024}
 )
 """Bytes of a value of a frozen matrix, with its scales. int8: for rows of 1024 values."""
-LOGPROB_COPIES = 4
-"""Arrays of the size of a chunk of logits that its backward pass has at once: logits, probabilities, gradient,
-product."""
+LOGPROB_COPIES = 2
+"""Arrays of the size of a chunk of logits that exist at once: the logits, which become their gradient in place, and
+their exponentials. Some models and algorithms need a further one (`logprob_copies` in planner/memory.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +29,8 @@ class RankWork:
 
     tokens: int
     """Tokens of a micro-batch on this rank."""
+    longest: int = 0
+    """Tokens of the longest row."""
     passes: int = 1
     """Micro-batches of a step; a pipeline stage has as many at once as there are stages from this one on."""
     stage: int = 0
@@ -66,16 +68,24 @@ class RankWork:
     """The format of the frozen matrices in layers: none (float32), nf4 or int8."""
     publishes: bool = False
     """The weights are published: they are gathered one by one."""
+    tower_bytes: int = 0
+    """Bytes that a pass keeps of the tower that encodes its images; 0 if no gradient flows through it."""
+    tower_layer_bytes: int = 0
+    """Bytes that one layer of that tower computes in a pass."""
+    virtual_stages: int = 1
+    """Chunks of layers of a stage, of which passes go through one after the other."""
+    expert_tensor: int = 1
+    """Ranks that share the matrices of an expert."""
     divides_states: bool = True
     """Data ranks that hold whole weights divide the optimizer's states (Megatron's distributed optimizer)."""
 
 
 def quantised_values(model: ModelFacts) -> int:
     """Return the number of values that are quantised in a frozen base: those of layers, without experts."""
-    return _layer_parameters(model) * model.layers - model.expert_parameters
+    return layer_parameters(model) * model.layers - model.expert_parameters
 
 
-def _layer_parameters(model: ModelFacts) -> int:
+def layer_parameters(model: ModelFacts) -> int:
     """Return the parameters of a layer of the language model, with a share of those outside of layers."""
     return (model.body_parameters - model.embedding_parameters - model.encoder_parameters) // model.layers
 
@@ -97,8 +107,8 @@ def layer_bytes_per_token(model: ModelFacts, layout: Layout, work: RankWork, how
 
     full: its input alone · selective: also the results of seven products and of attention · none: the arguments of two
     norms, q, k, v before and after norm and rotation, the attention's output, gate and up, and where the device keeps
-    them or the family is not fused also the results of norms and gates. Unfused, and under autocast, that is within 15%
-    of Qwen2 and Llama."""
+    them, or the family is not fused, also the results of norms and gates. Unfused, and under autocast, that is within
+    15% of Qwen2 and Llama."""
     residual, size, tensor = residual_bytes_per_token(model, work), DTYPE_BYTES[work.dtype], layout.tensor
     q, kv, wide = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim, model.intermediate
     if how == "full":
@@ -106,9 +116,10 @@ def layer_bytes_per_token(model: ModelFacts, layout: Layout, work: RankWork, how
     if how == "selective":
         return residual + size * (2 * model.hidden + (2 * q + kv + 2 * wide) // tensor)
     copies = copies_weights(work)
-    fused = model.model_type in FUSED_TYPES and device_facts(work.device).recomputes and work.checkpointing == "none"
-    if fused and tensor == 1 and (copies or work.dtype == "float32"):
-        return size * (2 * model.hidden + 3 * q + 3 * kv // 2 + 2 * wide)
+    fused, again = model.model_type in FUSED_TYPES, device_facts(work.device).recomputes
+    if fused and (copies or work.dtype == "float32") and (work.checkpointing == "none" or not again):
+        norms = 2 if again and tensor == 1 else 4  # slices of a layer take their input through a node of its own
+        return size * (norms * model.hidden + (3 * q + 3 * kv // 2 + (2 if again else 3) * wide) // tensor)
     arrays = 2 * model.hidden + (2 * (q + kv) + q + 4 * wide) // tensor
     return size * arrays + (2 * size if copies else 4 * 4) * model.hidden
 
@@ -140,39 +151,26 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         "kept buffer": whole * share.cut * max(share.outside, share.dense) // 4,
         "layer's compute copy": share.half * (share.dense + share.experts) // 4,
         "inference activations": work.tokens * (kept + 2 * residual),
+        "image tower's layer": work.tower_layer_bytes,  # before the layers of the language model
     }
     if work.head and work.stage == layout.pipeline - 1:
         vocab = -(-model.vocab // layout.tensor)
         rows = min(work.tokens, device_facts(work.device).chunk_rows(vocab))
         trains_head = work.factors is None or work.saves_head
         items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
-        items["head's gradient"] = 4 * vocab * model.hidden * (work.trains and trains_head)
+        product = 0 if work.float32_head else share.half or 4 * copies  # of a chunk, before it is added in float32
+        items["head's gradient"] = (4 + product) * vocab * model.hidden * (work.trains and trains_head)
         cast = 4 * (work.dtype == "bfloat16") if work.float32_head else share.half  # bytes of a weight in the product
         items["head's compute copy"] = cast * vocab * model.hidden
     if work.publishes:
         # tensors are collected one by one and joined; later stages receive those of the first
         several = layout.shard * layout.tensor > 1 and work.stage == 0
-        items["largest whole weight"] = (1 + several) * 4 * max(model.vocab * model.hidden, share.layer)
+        # a rank that gathers nothing and trains factors makes only what it merges, a layer's; others have the head too
+        whole_head = model.vocab * model.hidden * bool(share.gathers or work.factors is None)
+        items["largest whole weight"] = (1 + several) * 4 * max(whole_head, share.layer)
         # kept between publishes; each rank merges its parts of the weights with them
         items["gathered factors"] = 4 * share.gathers * share.factors
     return items | (_training(share, kept, waits, working, residual) if work.trains else {})
-
-
-def megatron_memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
-    """Return the bytes of one rank of Megatron by item: data ranks hold whole weights and gradients, but for
-    experts on other ranks. The items of a pass are those of the other engines."""
-    whole = memory(model, replace(layout, replicate=layout.data, expert=1), work)
-    layers = len(layers_of_stages(model.layers, layout.pipeline)[work.stage])
-    experts = model.expert_parameters // model.layers * layers
-    elsewhere = experts - experts // layout.expert
-    whole["weights"] -= 4 * elsewhere
-    if work.trains:
-        whole["gradients"] -= 4 * elsewhere
-        whole["gradients of one copy"] = 0  # summed in the one buffer of gradients
-        dense = whole["optimizer states"] - 8 * experts  # two moments in float32
-        over = (layout.data, layout.data * layout.tensor) if work.divides_states else (1, layout.expert)
-        whole["optimizer states"] = dense // over[0] + 8 * experts // over[1]
-    return whole
 
 
 class _Share:
@@ -180,11 +178,11 @@ class _Share:
 
     def __init__(self, model: ModelFacts, layout: Layout, work: RankWork) -> None:
         self.layout, self.work, tensor = layout, work, layout.tensor
-        self.layer, encoder = _layer_parameters(model), model.encoder_parameters
+        self.layer, encoder = layer_parameters(model), model.encoder_parameters
         self.model_layers = model.layers
         self.layers = len(layers_of_stages(model.layers, layout.pipeline)[work.stage])
         whole = model.parameters if work.head else model.body_parameters
-        root = _outside_layers(model, layout, whole - encoder - self.layer * model.layers, work.stage)
+        root = outside_layers(model, layout, whole - encoder - self.layer * model.layers, work.stage)
         sparse = model.expert_parameters // model.layers  # per layer: experts are not divided by tensor ranks
         count, rest = self.layer * self.layers + root + encoder, sparse * self.layers
         self.weights = (count - rest) // (layout.shard * tensor) + rest // layout.shard
@@ -226,8 +224,9 @@ def _training(share: _Share, kept: int, waits: int, working: int, residual: int)
     activations = work.tokens * (through + 2 * residual)
     waiting = activations + copies * (not again)  # of one pass, until its backward pass
     flying = min(layout.pipeline - work.stage, work.passes)
-    # no gradients exist beside the first backward pass
-    not_yet = min(4 * share.trained, waiting) * (work.passes == flying > 1)
+    # no gradients exist beside the first backward pass; those of the only one take the place of what it has used
+    not_yet = min(4 * share.trained, waiting) * (work.passes == flying)
+    alone = flying == 1
     return {
         "optimizer states": share.states,
         "gradients": 4 * share.trained,
@@ -237,8 +236,10 @@ def _training(share: _Share, kept: int, waits: int, working: int, residual: int)
         # of earlier passes, summed over the ranks of one copy of the model and not yet over the copies
         "gradients of one copy": 4 * share.trained * (layout.replicate > 1 and work.passes > 1),
         "compute copy of weights": copies,
-        "activations": activations,
-        "waiting passes": (flying - 1) * waiting - not_yet,  # kept for the backward passes of the earlier ones
+        "activations": activations - not_yet * alone,
+        "image tower's activations": work.tower_bytes,
+        "waiting passes": (flying - 1) * waiting
+        - not_yet * (not alone),  # kept for the backward passes of the earlier ones
     }
 
 
@@ -249,7 +250,7 @@ def _states_bytes(work: RankWork, matrices: int, others: int, short_side: int) -
     )
 
 
-def _outside_layers(model: ModelFacts, layout: Layout, root: int, stage: int) -> int:
+def outside_layers(model: ModelFacts, layout: Layout, root: int, stage: int) -> int:
     """Return a stage's parameters that belong to no layer and are gathered for a whole pass. root: those of the whole
     model: embeddings on the first stage, last norm and head on the last, tied ones on both."""
     first, last = stage == 0, stage == layout.pipeline - 1

@@ -10,10 +10,12 @@ from typing import Any
 
 from verl.names import did_you_mean
 
-PARTS = ("vision", "projector")
-"""The parts of a model that reads images. All parameters of each may have a learning rate of their own."""
+PARTS = ("vision", "projector", "audio")
+"""The parts of a model that encode images and sounds. All parameters of each may have a learning rate of their own."""
 ROLES = ("embedding", "head", "norm", "matrix", "router", "adapter", *PARTS)
 """The kinds of parameters. Each may have a learning rate of its own."""
+HEADS = ("lm_head", "score", "value_head")
+ROUTERS = ("gate", "router", "shared_expert_gate")
 BLOCK = 256
 """Values of an 8-bit state that share a scale."""
 SMALL = 4096
@@ -85,7 +87,7 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
         "adam_mini": OptimizerRow(matrix_bytes=4, others_bytes=4),
         "apollo": OptimizerRow(settings=Apollo(), by_rank=True, matrices_alone=True, lr_factor=3),
         "apollo_mini": OptimizerRow(
-            settings=Apollo(rank=1, scale=128.0), by_rank=True, matrices_alone=True, lr_factor=2
+            settings=Apollo(rank=1, scale=128.0), by_rank=True, matrices_alone=True, lr_factor=1.5
         ),
         "sgd": OptimizerRow(settings=Sgd(), matrix_bytes=4, others_bytes=4, splits_rows=True, lr_factor=1e4),
     }
@@ -94,6 +96,31 @@ OPTIMIZERS: Mapping[str, OptimizerRow] = MappingProxyType(
 
 LR = "lr"
 """The option with the learning rates of roles."""
+
+
+def role_by_name(name: str, dimensions: int, *, embedding: bool) -> str:
+    """Return the role of a parameter with this name and number of dimensions, one of `ROLES`. embedding: it is that of
+    an embedding, perhaps of a head too."""
+    *above, last = name.split(".")
+    if "lora_" in name:
+        return "adapter"
+    if dimensions < 2:
+        return "norm"  # and biases
+    if embedding:
+        return "embedding"
+    if any(part in HEADS for part in above):
+        return "head"
+    return "router" if last == "weight" and above and above[-1] in ROUTERS and dimensions == 2 else "matrix"
+
+
+def updates_by_rule(name: str, role: str, dimensions: int) -> bool:
+    """Return True if an optimizer updates a parameter by its own rule: what one of matrices does not do, AdamW does."""
+    return not OPTIMIZERS[name].matrices_alone or (role == "matrix" and dimensions == 2)
+
+
+def keeps_float32(dimensions: int, values: int) -> bool:
+    """Return True for a tensor whose moments an 8-bit optimizer keeps in float32."""
+    return dimensions < 2 or values < SMALL
 
 
 def settings_of(name: str, options: Mapping[str, Any]) -> Any:

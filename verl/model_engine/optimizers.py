@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.optimizer_table import LR, OPTIMIZERS, settings_of
+from verl.model_engine.optimizer_table import LR, role_by_name, settings_of, updates_by_rule
 from verl.model_engine.update_rules import Adam8bitRule, AdamMiniRule, ApolloRule, ByRule, MuonRule, Rule
 
 Groups = Sequence[dict[str, Any]]
-HEADS = ("lm_head", "score", "value_head")
-ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 class Optimizer:
@@ -58,16 +56,7 @@ def _begin(part: torch.optim.Optimizer, p: nn.Parameter) -> dict[str, Tensor]:
 
 def role_of(name: str, p: Tensor, embeddings: Iterable[Tensor]) -> str:
     """Return the role of a parameter, one of `optimizer_table.ROLES`. A head that is tied to the embeddings is one."""
-    *above, last = name.split(".")
-    if "lora_" in name:
-        return "adapter"
-    if p.ndim < 2:
-        return "norm"  # and biases
-    if any(p is one for one in embeddings):
-        return "embedding"
-    if any(part in HEADS for part in above):
-        return "head"
-    return "router" if last == "weight" and above and above[-1] in ROUTERS and p.ndim == 2 else "matrix"
+    return role_by_name(name, p.ndim, embedding=any(p is one for one in embeddings))
 
 
 def make_optimizer(
@@ -89,7 +78,8 @@ def make_optimizer(
     for name, p in named.items():
         role, part = role_of(name, p, embeddings), part_of(name)
         rated = part if part is not None and part in rates else role
-        groups[_kind(spec.name, role, p), rated, p.ndim > 1].append(p)
+        kind = spec.name if updates_by_rule(spec.name, role, p.ndim) else "adamw"
+        groups[kind, rated, p.ndim > 1].append(p)
     parts: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for (kind, role, decayed), params in groups.items():
         group = {"params": params, "weight_decay": spec.weight_decay if decayed else 0.0}
@@ -101,13 +91,6 @@ def make_optimizer(
 
 def _common(spec: OptimSpec) -> dict[str, Any]:
     return {"betas": spec.betas, "eps": spec.eps}
-
-
-def _kind(name: str, role: str, p: Tensor) -> str:
-    """Return the update of a parameter: what an optimizer of matrices does not do is done by AdamW."""
-    if OPTIMIZERS[name].matrices_alone and (role != "matrix" or p.ndim != 2):
-        return "adamw"
-    return name
 
 
 def _part(

@@ -33,18 +33,9 @@ whole model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """The options of the torch engine."""
+class Offloading:
+    """The options that move the state of a model off the device between two uses."""
 
-    attention: Literal["auto", "padded"] = "auto"
-    """auto: the best packed attention for the device · padded: one row per sequence, the reference implementation."""
-    compile: bool = False
-    """Decoder layers are compiled by torch.compile, all but their attention; only the families whose kernels are chosen
-    by verl's table otherwise (llama, mistral, qwen2, qwen3)."""
-    max_skipped_updates: Annotated[int, Meta(ge=0)] = 3
-    """How many non-finite gradients in a row are skipped, each with its batch written to disk, before the run stops."""
-    share_prefix: bool = True
-    """In training a prompt is computed once per group and micro-batch."""
     offload_weights: bool = False
     """Weights of trained models are on the device only while they are used; otherwise an accelerator's are in host
     memory, and a CPU's in a file below TMPDIR."""
@@ -57,6 +48,21 @@ class Options:
         """Return the parts of a model's state that leave the device."""
         weights = self.offload_weights if trained else self.offload_frozen
         return (*(("weights",) if weights else ()), *(("optimizer",) if trained and self.offload_optimizer else ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Offloading):
+    """The options of the torch engine."""
+
+    attention: Literal["auto", "padded"] = "auto"
+    """auto: the best packed attention for the device · padded: one row per sequence, the reference implementation."""
+    compile: bool = False
+    """Decoder layers are compiled by torch.compile, all but their attention; only the families whose kernels are chosen
+    by verl's table otherwise (llama, mistral, qwen2, qwen3)."""
+    max_skipped_updates: Annotated[int, Meta(ge=0)] = 3
+    """How many non-finite gradients in a row are skipped, each with its batch written to disk, before the run stops."""
+    share_prefix: bool = True
+    """In training a prompt is computed once per group and micro-batch."""
 
 
 def cannot(layout: Layout) -> Iterator[str]:
@@ -75,4 +81,6 @@ def image_faults(layout: Layout, what: str, *, mutual: bool) -> Iterator[str]:
     for name, size in (("tensor", layout.tensor), ("pipeline", layout.pipeline), ("expert", layout.expert)):
         if size > 1:
             why = "its ranks divide language models alone"
-            yield f"parallel.{name}={size}: {what} reads images, and {why}; use parallel.{name}=1"
+            ways = "parallel.replicate" if mutual else "parallel.replicate, parallel.sequence or parallel.context"
+            fix = f"use parallel.{name}=1: ranks share it by FSDP, with {ways} too"
+            yield f"parallel.{name}={size}: {what} reads images, and {why}; {fix}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from verl.model_engine.objective import reduce_terms
 from verl.model_engine.pending import Pending, read_pending
 from verl.model_engine.sharded_copy import ShardedCopy
 from verl.models.families import family_of
+from verl.models.multimodal import layer_embeddings
 from verl.nn import attention
 from verl.nn.compiled import CompiledLayers
 from verl.nn.delta_net import StatePlan, plan_states, route_delta_nets
@@ -36,9 +38,12 @@ from verl.nn.fused import fuse, unfuse
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.precision import computing_in, rounded, rounded_weight
 from verl.nn.quant_linear import computing_with
+from verl.nn.router_replay import RouterReplay
 from verl.nn.vision import Vision
 from verl.objective import Term
+from verl.types import NO_ROUTE, Metric, Metrics
 
+NO_ARGUMENTS: Mapping[str, Tensor] = MappingProxyType({})
 VALUE_OUTPUTS = ("values", "scores")
 TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
 Which = Tensor | slice
@@ -70,14 +75,18 @@ class Passes:
         self.possible = LM_OUTPUTS if settings.head == "lm" else VALUE_OUTPUTS
         self._copy = self._compute_copy() if self._precision.copies else None
         self._logit_cap = float(vars(local.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
-        self.models_attention = local.model.config._attn_implementation or "eager"
-        family = family_of(local.model.config)
+        family, text = family_of(local.model.config), local.model.config.get_text_config()
+        own = text._attn_implementation or "eager"  # towers keep theirs: some have one alone
+        self.models_attention: str | dict[str, str] = own if family is None else {"text_config": own}
         self.packed = settings.packed and not (family is not None and family.crossed)
         self._vision = (
             None if family is None else Vision(local.model, family, settings.pictures, keeps=not local.suffix)
         )
         self.compiled = CompiledLayers() if settings.compile else None
         self._own_forward()
+        if settings.replays_routes and not self.packed:
+            raise Refused("router replay is of packed rows: set model.engine_options.attention=auto")
+        self._replay = RouterReplay(self._decoder) if settings.replays_routes else None
         self._teacher = settings.teacher and settings.teacher.moved_to(
             local.device, self.compute, rounds=self._precision.rounds
         )
@@ -114,7 +123,7 @@ class Passes:
         kept = self._room(batch, wanted)  # read after all passes are enqueued, since a read waits for the device
         for rows, detached in found:
             store_outputs(kept, detached, batch, rows)
-        return StepOutput(read_pending(pending), kept)
+        return StepOutput({**read_pending(pending), **self._replayed(batch)}, kept)
 
     @torch.no_grad()
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
@@ -163,7 +172,11 @@ class Passes:
     def _alone(self, model: Any, ids: Tensor) -> Tensor:
         """Return log-probs [t-1] of ids [t] by the model's own forward pass, on the CPU."""
         device = self.local.device
-        z = model(input_ids=ids[None].to(device), use_cache=False).logits[0].to(self._precision.master)
+        given: dict[str, Tensor] = {"input_ids": ids[None].to(device)}
+        if self._vision is not None and self._vision.one_axis:  # a placeholder is text, also where models take it for 0
+            embeddings = self._vision.language.get_input_embeddings()(given["input_ids"])
+            given = {"inputs_embeds": embeddings, **layer_embeddings(self._vision.language, given["input_ids"])}
+        z = model(**given, use_cache=False).logits[0].to(self._precision.master)
         return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(device))[:, 0].cpu()
 
     # -- micro-batches -------------------------------------------------------------------------------------------------
@@ -177,8 +190,10 @@ class Passes:
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
         """Return the rows of each pass. count: the number of passes, some of which may have no row; 0: as the token
-        budget requires."""
-        return exactly(make_microbatches(batch, self.max_tokens), count)
+        budget requires. Prompts with different routes are not shared, and the rows of a group may then need more
+        passes than were predicted from their lengths."""
+        parts = make_microbatches(batch, self.max_tokens)
+        return exactly(parts, count if batch.routes is None else max(count, len(parts)))
 
     def _compute_weights(self) -> AbstractContextManager[None]:
         if self._copy is not None:
@@ -267,9 +282,10 @@ class Passes:
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
         ahead = None if self._vision is None else self._vision.ahead(batch.media)
-        plan = attention.plan_attention(batch, self.local.device, ahead=ahead)
+        windows = self._vision is not None and self._vision.mutual == "windows"
+        plan = attention.plan_attention(batch, self.local.device, ahead=ahead, windows=windows)
         states = plan_states(batch, self.local.device) if self._keeps_states else None
-        return self._states(batch.ids, batch.positions, plan, batch.media, states)
+        return self._states(batch.ids, batch.positions, plan, batch.media, self._routed(batch), states)
 
     def _states(
         self,
@@ -277,6 +293,7 @@ class Passes:
         positions: Tensor,
         plan: attention.AttentionPlan,
         media: MediaTokens | None = None,
+        routed: Mapping[str, Tensor] = NO_ARGUMENTS,
         states: StatePlan | None = None,
     ) -> Tensor:
         with self._autocast():
@@ -285,11 +302,28 @@ class Passes:
                 position_ids=positions[..., None, :].to(self.local.device),
                 use_cache=False,
                 verl_plan=plan,
+                **routed,
                 **({} if states is None else {"verl_states": states}),
                 **self._whole_mask(len(ids)),
             )
+        if routed and self._replay is not None:
+            self._replay.check()
         found: Tensor = out.last_hidden_state[0]
         return found
+
+    def _routed(self, batch: Batch, mine: Callable[[Tensor], Tensor] | None = None) -> Mapping[str, Tensor]:
+        """Return the arguments of the decoder with the routes of the rollout, if it replays them. mine: selects this
+        rank's tokens"""
+        if self._replay is None or batch.routes is None:
+            return NO_ARGUMENTS
+        return self._replay.arguments(batch.routes if mine is None else mine(batch.routes), self.local.device)
+
+    def _replayed(self, batch: Batch) -> Metrics:
+        """Return the share of tokens whose experts are those of the rollout, if the engine replays them."""
+        if self._replay is None:
+            return {}
+        known = 0 if batch.routes is None else int((batch.routes[0, 0] != NO_ROUTE).sum())
+        return {"replayed_routes": Metric(known, batch.num_tokens, "token")}
 
     def _whole_mask(self, tokens: int) -> dict[str, Tensor]:
         """Return a mask of ones for families that read no mask. Without one, transformers searches the positions for

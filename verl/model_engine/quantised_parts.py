@@ -67,7 +67,7 @@ def _replace(found: Skeleton, name: str, kind: Kind, path: Path) -> None:
     if codes is None:
         if found.quantised:
             return
-        weight = torch.empty(layer.weight.shape)
+        weight = torch.empty(layer.weight.shape, dtype=torch.float32)
         found.fill({f"{name}.weight": weight})
         codes = quantise_weight(weight, kind, name=f"{name}.weight")
     if isinstance(codes, Int8) != (kind == "int8"):

@@ -60,6 +60,7 @@ class EngineSettings:
     """The content of the images in batches that lack it."""
     banned: Sequence[int] = ()
     freeze: Sequence[ModelPart] = ()
+    replays_routes: bool = False
     offload: Sequence[Part] = ()
     """The parts of the state that are on the device only while they are used."""
 

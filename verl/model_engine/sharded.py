@@ -266,7 +266,7 @@ class ShardedPasses(Passes):
         self._layout = local.layout
         self._encodes = False  # the tower runs in this pass, on all ranks
         if self._vision is not None:
-            for line in image_faults(self._layout, type(local.model).__name__, mutual=self._vision.mutual):
+            for line in image_faults(self._layout, type(local.model).__name__, mutual=bool(self._vision.mutual)):
                 raise Refused(line)
 
     def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
@@ -351,7 +351,8 @@ class ShardedPasses(Passes):
         plan = plan_attention(batch, self.local.device, queries=over.queries)
         plan.exchange = over
         media = None if batch.media is None else over.media_of_mine(batch.media)
-        return self._states(over.mine(batch.ids), over.mine(batch.positions), plan, media)
+        ids, positions = over.mine(batch.ids), over.mine(batch.positions)
+        return self._states(ids, positions, plan, media, self._routed(batch, over.mine))
 
     def _inputs(self, ids: Tensor, media: MediaTokens | None) -> dict[str, Any]:
         """Return the inputs of the decoder. If a rank has an image in this pass, all ranks run the tower: its
@@ -424,8 +425,7 @@ class ShardedState(EngineState):
 
     _local: ShardedModel
     _host: tuple[list[DeviceMesh], dist.ProcessGroup] | None = None
-    """The process groups of snapshots in host memory: the meshes without and with experts, and the group of all
-    ranks."""
+    """The process groups of snapshots in host memory: meshes without and with experts, the group of all ranks."""
 
     def now(self) -> Snapshot:
         now = super().now()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -80,11 +80,13 @@ def load_state(
     params: Mapping[str, nn.Parameter],
     optimizer: Optimizer | None,
     part_of: Callable[[str], Part | None],
+    frozen: Collection[Part] = (),
 ) -> dict[str, int]:
     """Fill this rank's tensors from the folder that `save` wrote, and return the counters. names: all names of the
-    whole model · part_of: its part to which a name belongs. Raise ValueError if the folder is of another model."""
+    whole model · part_of: its part to which a name belongs · frozen: its parts that are not trained. Raise ValueError
+    if the folder is of another model."""
     found = tensor_names(path)
-    _refuse_other_names({n.removeprefix("model.") for n in found if n.startswith("model.")}, names, part_of)
+    _refuse_other_names({n.removeprefix("model.") for n in found if n.startswith("model.")}, names, part_of, frozen)
     into: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in params.items()}
     if optimizer is not None:
         optimizer.state.clear()
@@ -104,13 +106,16 @@ def load_state(
     return counters
 
 
-def _refuse_other_names(saved: Set[str], names: Set[str], part_of: Callable[[str], Part | None]) -> None:
+def _refuse_other_names(
+    saved: Set[str], names: Set[str], part_of: Callable[[str], Part | None], frozen: Collection[Part]
+) -> None:
     """Raise Refused if a checkpoint has other parameters than this run trains."""
     if not (differing := sorted(saved ^ names)):
         return
     then, now = ({part_of(name) for name in every} for every in (saved, names))
     if {part_of(name) for name in differing} == then ^ now:  # all parameters of these parts
-        was, here = (", ".join(part for part in get_args(Part) if part not in every) for every in (then, now))
+        before = {*frozen} - then | (now - then)
+        was, here = (", ".join(part for part in get_args(Part) if part in every) for every in (before, frozen))
         raise Refused(
             f"the checkpoint was saved with model.freeze=[{was}], and this run has model.freeze=[{here}]: resume with "
             f"model.freeze=[{was}], or begin another run whose model.path is the checkpoint's folder hf"

@@ -44,7 +44,8 @@ class EngineState:
     def load(self, path: Path) -> None:
         params = self._local.trained_parameters()
         names, part_of = self._local.trained_names(), self._local.part_of
-        counters = load_state(path, names, params, self._updates.optimizer, part_of)
+        frozen = self._local.settings.freeze
+        counters = load_state(path, names, params, self._updates.optimizer, part_of, frozen)
         counted = (int(counters.get(name, 0)) for name in ("optimizer_step", "skipped", "copied"))
         self._updates.steps, self._updates.skipped, self._updates.copied = counted
 

@@ -34,7 +34,7 @@ from verl.model_engine.settings import DEFAULTS, DTYPES, EngineSettings
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.state import EngineState
 from verl.model_engine.updates import Updates
-from verl.models.pictures import Pictures
+from verl.models.pictures import shared_pictures
 from verl.objective import Term
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.types import Metrics
@@ -65,7 +65,8 @@ class TorchEngine:
         parts: tuple[Part, ...] = ("weights", "optimizer") if average else ("weights",)
         as_of = self.local.at_start() if start else nullcontext()
         with self.awake(*parts), averaged(self.optimizer if average else None), as_of:
-            return self.passes.infer(batch, columns)
+            # other weights than the rollout's choose their own experts
+            return self.passes.infer(replace(batch, routes=None) if average or start else batch, columns)
 
     def check_packing(self, *, share_prefix: bool) -> float:
         with self.awake("weights"):
@@ -85,6 +86,7 @@ class TorchEngine:
             outputs=self.passes.possible,
             trains=self.optimizer is not None,
             one_pass=self.device.type == "cpu",
+            replays_routes=self.settings.replays_routes,
         )
 
     # -- Trains --------------------------------------------------------------------------------------------------------
@@ -200,7 +202,8 @@ def build(
         base=c.folder,
         banned=c.banned,
         freeze=c.freeze,
-        pictures=None if c.media is None else Pictures(c.folder, c.media),
+        replays_routes=c.replays_routes,
+        pictures=None if c.media is None else shared_pictures(c.folder, c.media),
         offload=options.offload(trained=c.optim is not None),
     )
     return (kind or TorchEngine)(model, settings)

@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from verl.accel.devices import device_facts
 from verl.model_engine import optimizer_table
 from verl.model_engine.hf_parts import part_and_place
-from verl.model_engine.optimizer_table import BLOCK, SMALL
+from verl.model_engine.optimizer_table import BLOCK, keeps_float32
 from verl.nn.quant import code_values
 
 State = dict[str, Tensor]
@@ -300,7 +300,7 @@ class Adam8bitRule:
     def begin(self, p: nn.Parameter) -> State:
         state = {"step": steps()}
         for name in ("exp_avg", "exp_avg_sq"):
-            if p.ndim < 2 or p.numel() < SMALL:
+            if keeps_float32(p.ndim, p.numel()):
                 state[name] = torch.zeros_like(p)
             else:
                 state[name] = torch.zeros_like(p, dtype=torch.uint8)

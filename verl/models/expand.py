@@ -3,6 +3,7 @@ of a family that a policy must not sample."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,6 +57,14 @@ class Expander:
         return self._texts[key]
 
 
+def placeholder_positions(ids: np.ndarray, placeholders: Iterable[int]) -> np.ndarray:
+    """Return the positions of placeholders in ids [P], in order."""
+    found = np.zeros(len(ids), bool)
+    for placeholder in placeholders:
+        found |= ids == placeholder
+    return found.nonzero()[0]
+
+
 def expander(family: ImageFamily, config: Any, tokenizer: Any) -> Expander:
     """Return the writer of a model's images. Raise Refused if the tokenizer lacks one of its tokens."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values()}
@@ -84,4 +93,4 @@ def banned_tokens(config: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def is_mark(family: ImageFamily, text: str) -> bool:
     """Return True if a token's text is a mark around or between the features of an image."""
-    return text in family.marks or (family.tiles is not None and family.tiles.fullmatch(text) is not None)
+    return text in family.marks or (family.optional_marks is not None and bool(family.optional_marks.fullmatch(text)))

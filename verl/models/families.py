@@ -1,31 +1,51 @@
-"""Model families that read images, one row for each: the number and positions of an image's tokens, the part of the
-model that reads them. A family without a row is refused. No torch."""
+"""Model families that read images and sounds, one row for each: the number and positions of an image's tokens, the part
+of the model that reads them. A family without a row is refused. No torch."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from verl.errors import Refused
 from verl.models.clips import CLIPS, Clip, clip_places
+from verl.models.sounds import SoundRules, halved_thrice, halved_twice
+from verl.models.tiles import (
+    filled_grid,
+    grid_of_canvas,
+    grid_of_marked_tiles,
+    grid_of_sized_tiles,
+    grid_of_tiles,
+    marked_tiles,
+    one_tile,
+    one_tile_without_crops,
+    pooled_patches,
+    square_tile,
+    tiles_alone,
+    unpadded_tiles,
+)
 from verl.types import Grid, Medium
 
-Part = Literal["vision", "projector", "language"]
-"""The parts of a model that reads images."""
-Content = Literal["patches", "pixels", "tiles", "tiles in rows", "tiles on a canvas", "tiles of a size"]
-"""The form of an image as a tower reads it: patches [P, D] with their grid, pixels of any size, tiles of one size (of
-the image in its own size, where the features depend on it)."""
+Part = Literal["vision", "projector", "audio", "language"]
+"""The parts of a model that reads images. Only one that reads sounds has the part `audio`."""
+Mutual = Literal["", "all", "windows"]
+"""The layers in which the tokens of an image attend to each other: none, all, or those with a sliding window."""
+Content = Literal[
+    "patches", "placed patches", "pixels", "tiles", "tiles in rows", "tiles on a canvas", "tiles of a size"
+]
+"""The form of an image as a tower reads it: patches [P, D] with their grid, or with the place of each, pixels of any
+size, tiles of one size (of the image in its own size, where the features depend on it)."""
 _MANY = re.compile(r"(vision|visual|image|video|audio|speech|vq|vit|thinker)_?(tower_)?config|visual|mm_vision_tower")
 """Keys of config.json that describe an encoder of what is not text."""
 
 
 _PLACEHOLDERS = (
     *("image_token_id", "image_token_index", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    *("boi_token_index", "eoi_token_index"),
+    *("boi_token_index", "eoi_token_index", "boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
+    *("audio_token_id", "audio_start_token_id", "audio_end_token_id"),
 )
 """The names that configurations have for the ids of placeholders and of the marks around them."""
 
@@ -57,8 +77,8 @@ class ImageFamily:
     positions: Callable[[Any, Grid], tuple[np.ndarray, int]] | None = None
     """(config, grid) -> the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position
     of the token after them. None: an image's tokens are counted as text is."""
-    mutual: bool = False
-    """The tokens of an image attend to each other, not only to those before them."""
+    mutual: Mutual = ""
+    """The layers in which the tokens of an image attend to each other, not only to those before them."""
     crossed: bool = False
     """Layers of cross-attention read the images; the token of an image is text. They are computed for padded rows."""
     unsampled_rows: int = 0
@@ -69,7 +89,7 @@ class ImageFamily:
     """(config) -> the ids of placeholders and of the marks around them, which a policy must not sample."""
     marks: tuple[str, ...] = ()
     """Further tokens that a policy must not sample, of the layout; a tokenizer must have them."""
-    tiles: re.Pattern[str] | None = None
+    optional_marks: re.Pattern[str] | None = None
     """The same, for tokens that only some tokenizers have: others spell them as text."""
     placeholder: Callable[[Any], int] = lambda config: int(config.image_token_id)
     """config -> the token that the chat template writes once for each image."""
@@ -85,48 +105,84 @@ class ImageFamily:
     projector: tuple[str, ...]
     """The modules that map the tower's features to the width of the language model, below the base model; they may be
     within the tower. The first one is always there."""
+    pooled: int = 1
+    """The number of features of the tower that are averaged to one, in front of the projector."""
+    torchvision: bool = False
+    """The image processor of transformers needs torchvision, so that of `models/navit.py` replaces it."""
     bare: tuple[str, ...] = ()
     """Parameters of the projector that are in no module, below the base model."""
+    sounds: SoundRules | None = None
+    """How the family reads sounds; None: it reads none."""
+    unused: tuple[str, ...] = ()
+    """Modules that read what rows do not have (sounds), below the base model. They are kept as they are."""
+
+    def attends(self, text: Mapping[str, Any]) -> Mutual:
+        """Return the layers in which the tokens of an image attend to each other. text: the configuration of the
+        language model"""
+        own = self.mutual != "windows" or text.get("use_bidirectional_attention") == "vision"
+        return self.mutual if own else ""
 
     def feature_ids(self, config: Any) -> tuple[int, ...]:
         """Return the ids of the tokens that features replace, within the tokens of an image; others there are text."""
         return (int(config.image_token_id),)
 
-    def features(self, config: Any, grid: Grid) -> int:
-        """Return the number of an image's features."""
+    def features(self, config: Any, grid: Grid, *, sound: bool = False) -> int:
+        """Return the number of an image's or a sound's features. grid: of a sound its frames, and 1"""
+        if sound:
+            assert self.sounds is not None, "a family that reads no sounds has no row with one"
+            return self.sounds.features(config, grid[0])
         return sum(part for part in self.layout(config, grid) if isinstance(part, int))
 
     def replaced_ids(self, config: Any) -> tuple[int, ...]:
-        """Return the ids of the tokens that features replace, within the tokens of an image or a video."""
+        """Return the ids of the tokens that features replace, within the tokens of an image, a video or a sound."""
         videos = (int(config.video_token_id),) if config.model_type in CLIPS else ()
-        return (*self.feature_ids(config), *videos)
+        return (*self.feature_ids(config), *videos, *((int(config.audio_token_id),) if self.sounds else ()))
 
-    def places(self, config: Any, grid: Grid, clip: Clip | None) -> tuple[np.ndarray, int] | None:
+    def places(
+        self, config: Any, grid: Grid, clip: Clip | None, *, sound: bool = False
+    ) -> tuple[np.ndarray, int] | None:
         """Return the positions [axes, tokens] of an image's tokens, of which the first is 0, and the position of the
-        token after them; None if they are counted as text is. clip: of a video; None: it is an image"""
+        token after them; None if they are counted as text is. clip: of a video; None: it is an image, or a sound,
+        whose tokens have a position of time each, as text has"""
+        if sound and self.axes > 1:
+            count = self.features(config, grid, sound=True)
+            return np.broadcast_to(np.arange(count), (self.axes, count)), count
         if clip is not None:
             return clip_places(_merged(config, grid), clip)
         return None if self.positions is None else self.positions(config, grid)
 
     def part_of(self, name: str) -> Part:
         """Return the part of the model to which the parameter with this name belongs."""
-        name = name.removeprefix("model.")
+        name = _below_base(name)
+        if self.sounds is not None and name.startswith(f"{self.sounds.tower}."):
+            return "audio"
         if name in self.bare or name.startswith(tuple(f"{module}." for module in self.projector)):
             return "projector"
-        return "vision" if name.startswith(f"{self.tower}.") else "language"
+        return "vision" if name.startswith(tuple(f"{module}." for module in (self.tower, *self.unused))) else "language"
 
     def in_model(self, name: str) -> str:
         """Return the name in the model of a weight or layer of a folder, which may be that of an older version."""
-        own = name.removeprefix("model.")
+        own = _below_base(name)
         if self.part_of(name) != "language":
             return f"model.{own}"
         inner = own.removeprefix(f"{self.language}.").removeprefix("model.")
         return inner if inner.startswith("lm_head") else f"model.{self.language}.{inner}"
 
     @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts of the model."""
+        return tuple(part for part in get_args(Part) if part != "audio" or self.sounds is not None)
+
+    @property
     def encoder(self) -> tuple[str, ...]:
-        """The modules that encode images, below the base model, none of which is within another one."""
-        return self.tower, *(module for module in self.projector if not module.startswith(f"{self.tower}."))
+        """The modules that encode images and sounds, below the base model, none of which is within another one."""
+        outside = (module for module in self.projector if not module.startswith(f"{self.tower}."))
+        return (self.tower, *outside, *((self.sounds.tower,) if self.sounds else ()))
+
+
+def _below_base(name: str) -> str:
+    """Return the name of a weight below the base model. A folder of a thinker alone may name the thinker too."""
+    return name.removeprefix("thinker.").removeprefix("model.")
 
 
 def _merged(config: Any, grid: Grid) -> Grid:
@@ -160,6 +216,13 @@ def _resized_grid(processor: Any, config: Any, height: int, width: int) -> Grid 
     return 1, sides[0] // patch, sides[1] // patch
 
 
+def _padded_grid(processor: Any, config: Any, height: int, width: int) -> Grid:
+    """Return the rows and columns of patches after the processor has scaled and padded the image."""
+    _, sides = processor.sides(height, width)
+    rows, columns = (side // processor.settings["patch_size"] for side in sides)
+    return 1, rows, columns
+
+
 def _in_rows(config: Any, grid: Grid) -> Sequence[int | str]:
     """Each row of an image ends with a token that is text."""
     size, (_, rows, columns) = getattr(config, "spatial_merge_size", 1), grid
@@ -178,87 +241,6 @@ def _grid_in_rows(processor: Any, config: Any, height: int, width: int) -> Grid:
         raise ValueError(f"scaled down to {longest} pixels, it has a side without any")
     rows, columns = (((pixels - 1) // side + 1) * merge for pixels in sides)
     return 1, rows, columns
-
-
-def _tiles_alone(config: Any, grid: Grid) -> Sequence[int | str]:
-    """The features of an image in tiles of one size are together."""
-    vision, ratio = config.vision_config, config.downsample_ratio
-    rows, columns = (int(side // patch * ratio) for side, patch in zip(vision.image_size, vision.patch_size))
-    return ["<img>", grid[0] * rows * columns, "</img>"]
-
-
-def _grid_of_tiles(processor: Any, config: Any, height: int, width: int) -> Grid:
-    return int(processor.get_number_of_image_patches(height, width)), 1, 1
-
-
-def _square(config: Any, grid: Grid) -> Sequence[int]:
-    """An image of one size has a feature for each patch, and the first state if it is kept."""
-    vision = config.vision_config
-    return [int((vision.image_size // vision.patch_size) ** 2) + (config.vision_feature_select_strategy != "default")]
-
-
-def _one_tile(processor: Any, config: Any, height: int, width: int) -> Grid:
-    return 1, 1, 1
-
-
-def _without_crops(processor: Any, config: Any, height: int, width: int) -> Grid:
-    if processor.do_pan_and_scan:
-        raise ValueError("do_pan_and_scan of its processor adds crops of an image, which are not read; set it to false")
-    return 1, 1, 1
-
-
-def _marked_tiles(config: Any, grid: Grid) -> Sequence[int | str]:
-    """Marks are before each tile, and a line ends after each row of tiles. The whole image is the last tile."""
-    vision, (_, rows, columns), around = config.vision_config, grid, "<fake_token_around_image>"
-    count = int((vision.image_size // vision.patch_size / config.scale_factor) ** 2)
-    found, before = list[int | str](), ""
-    for row in range(1, rows + 1):
-        for column in range(1, columns + 1):
-            found += [f"{before}{around}<row_{row}_col_{column}>", count]
-            before = ""
-        before = "\n"
-    return [*found, f"{before}{before}{around}<global-img>", count, around]
-
-
-def _grid_of_marked_tiles(processor: Any, config: Any, height: int, width: int) -> Grid:
-    tiles, rows, columns = processor.get_number_of_image_patches(height, width)
-    return max(1, tiles), rows, columns
-
-
-def _grid_of_canvas(processor: Any, config: Any, height: int, width: int) -> Grid:
-    """Return the rows and columns of tiles on which the processor puts an image."""
-    from transformers.models.mllama.image_processing_pil_mllama import get_optimal_tiled_canvas
-
-    side = processor.size["height"]
-    sides = get_optimal_tiled_canvas(height, width, processor.max_image_tiles, side)
-    rows, columns = (int(pixels) // side for pixels in sides)
-    return rows * columns, rows, columns
-
-
-def _unpadded_tiles(config: Any, grid: Grid) -> Sequence[int]:
-    """The features of the whole image, and of its tiles without their padding, each row with a learned vector at its
-    end. grid: the number of tiles, the height and the width of the image in pixels"""
-    from transformers.image_processing_utils import select_best_resolution
-
-    (_, height, width), vision = grid, config.vision_config
-    side = vision.image_size // vision.patch_size
-    best = select_best_resolution((height, width), config.image_grid_pinpoints)
-    rows, columns = (pixels // vision.image_size * side for pixels in best)
-    if width / height > columns / rows:
-        rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
-    else:
-        columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
-    return [side * side + rows * (columns + 1)]
-
-
-def _grid_of_sized_tiles(processor: Any, config: Any, height: int, width: int) -> Grid:
-    from transformers.image_processing_utils import select_best_resolution
-
-    if [*map(list, processor.image_grid_pinpoints)] != [*map(list, config.image_grid_pinpoints)]:
-        raise ValueError("image_grid_pinpoints of its processor are not those of config.json; make them equal")
-    side = config.vision_config.image_size
-    rows, columns = select_best_resolution((height, width), config.image_grid_pinpoints)
-    return 1 + rows // side * (columns // side), height, width
 
 
 def _patch_of_tokens(config: Any) -> Mapping[str, Any]:
@@ -288,10 +270,10 @@ _PIXTRAL = ImageFamily(
 )
 _TILES_IN_ROWS = ImageFamily(
     content="tiles in rows",
-    layout=_marked_tiles,
+    layout=marked_tiles,
     marks=("<fake_token_around_image>",),
-    tiles=re.compile(r"<row_\d+_col_\d+>|<global-img>"),
-    grid_of=_grid_of_marked_tiles,
+    optional_marks=re.compile(r"<row_\d+_col_\d+>|<global-img>"),
+    grid_of=grid_of_marked_tiles,
     processing=lambda config: {"return_row_col_info": True},
     language="text_model",
     tower="vision_model",
@@ -304,32 +286,57 @@ FAMILIES: Mapping[str, ImageFamily] = {
     "qwen3_vl_moe": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
+    "qwen3_omni_moe_thinker": replace(
+        _QWEN,
+        projector=("visual.merger", "visual.merger_list"),
+        sounds=SoundRules(tower="audio_tower", features=halved_thrice, padded=False, alone=True),
+    ),
+    "qwen2_5_omni_thinker": replace(_QWEN, sounds=SoundRules(tower="audio_tower", features=halved_twice, padded=True)),
     "llava with pixtral": _PIXTRAL,
-    "llava with clip_vision_model": ImageFamily(content="tiles", layout=_square, grid_of=_one_tile, **_TOWER),
+    "llava with clip_vision_model": ImageFamily(content="tiles", layout=square_tile, grid_of=one_tile, **_TOWER),
+    "kimi_k25": ImageFamily(
+        content="patches",
+        layout=lambda config, grid: [int(np.prod(grid)) // int(np.prod(config.vision_config.merge_kernel_size))],
+        optional_marks=re.compile(r"<\|media_(begin|content|end)\|>"),
+        grid_of=_padded_grid,
+        torchvision=True,
+        language="language_model",
+        tower="vision_tower",
+        projector=("mm_projector",),
+    ),
     "llava_next": ImageFamily(
-        content="tiles of a size",
-        layout=_unpadded_tiles,
-        grid_of=_grid_of_sized_tiles,
-        bare=("image_newline",),
-        **_TOWER,
+        content="tiles of a size", layout=unpadded_tiles, grid_of=grid_of_sized_tiles, bare=("image_newline",), **_TOWER
     ),
     "mistral3": _PIXTRAL,
     "gemma3": ImageFamily(
         content="tiles",
         layout=lambda config, grid: ["<start_of_image>", grid[0] * config.mm_tokens_per_image, "<end_of_image>"],
-        mutual=True,
+        mutual="all",
         placeholder=lambda config: int(config.boi_token_index),
         around="\n\n",
         marks=("<start_of_image>", "<end_of_image>"),
-        grid_of=_without_crops,
+        grid_of=one_tile_without_crops,
         processing=lambda config: {"do_convert_rgb": True},
+        pooled=16,
         **_TOWER,
+    ),
+    "gemma4": ImageFamily(
+        content="placed patches",
+        layout=lambda config, grid: ["<|image>", pooled_patches(config, grid), "<image|>"],
+        mutual="windows",
+        marks=("<|image>", "<image|>"),
+        grid_of=filled_grid,
+        pooled=9,
+        language="language_model",
+        tower="vision_tower",
+        projector=("embed_vision",),
+        unused=("audio_tower", "embed_audio"),
     ),
     "internvl": ImageFamily(
         content="tiles",
-        layout=_tiles_alone,
+        layout=tiles_alone,
         marks=("<img>", "</img>"),
-        grid_of=_grid_of_tiles,
+        grid_of=grid_of_tiles,
         processing=lambda config: {"crop_to_patches": True},
         **_TOWER,
     ),
@@ -338,7 +345,7 @@ FAMILIES: Mapping[str, ImageFamily] = {
         layout=lambda config, grid: [1],
         crossed=True,
         unsampled_rows=8,
-        grid_of=_grid_of_canvas,
+        grid_of=grid_of_canvas,
         language="language_model",
         tower="vision_model",
         projector=("multi_modal_projector",),
@@ -349,13 +356,12 @@ FAMILIES: Mapping[str, ImageFamily] = {
 """The families by the `model_type` of config.json; "A with B": with a tower of model type B."""
 
 
+_TALKS = "the part that talks (talker, token2wav) is not trained. Fix: its thinker, which transformers saves alone by "
 UNREAD: Mapping[str, str] = {
     "llava_onevision": "the features of an image depend on whether its prompt has another one",
-    "gemma4": "each of its layers has embeddings of its own",
-    "kimi_k25": "transformers processes its images with torchvision alone, and saves the weights of its tower permuted",
     "kimi_vl": "its code is that of its folder (trust_remote_code), and what that does with images is not known",
-    "qwen2_5_omni": "sounds are not read",
-    "qwen3_omni_moe": "sounds are not read",
+    "qwen2_5_omni": f"{_TALKS}Qwen2_5OmniThinkerForConditionalGeneration.from_pretrained(FOLDER).save_pretrained(OUT)",
+    "qwen3_omni_moe": f"{_TALKS}Qwen3OmniMoeThinkerForConditionalGeneration, in the same way",
 }
 """Why further families have no row."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import struct
 import warnings
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any, BinaryIO
 
 from verl.errors import Refused
 from verl.models.families import ImageFamily, family_of
+from verl.models.image_headers import is_complete_jpeg, plain_sides
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 1 << 26
 """The most pixels of an image, 67 million: small files can describe more than a host's memory."""
 SETTINGS = "preprocessor_config.json"
+WHOLE = "processor_config.json"
+"""The settings of all processors of a model, which newer folders have instead."""
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
 """The kinds of pixels that are read: those of 8 bits per channel."""
 _DAMAGE = (OSError, SyntaxError, ValueError, EOFError, struct.error)  # errors of Pillow for damaged files
@@ -42,6 +46,9 @@ def decoded_image(content: bytes, where: str) -> Any:
 def image_size(stream: BinaryIO, where: str) -> tuple[int, int]:
     """Return the height and width of the image that `decoded_image` makes of a file, in general without decoding it.
     Raise Refused as that function does. Of damage, only a file that is not complete is found."""
+    if (sides := plain_sides(stream, MAX_PIXELS)) is not None:
+        return sides
+    stream.seek(0)
     image = _opened(stream, where)
     try:
         sides = _sides(image, stream)
@@ -59,14 +66,24 @@ def image_processor(folder: Path) -> tuple[Any, tuple[ImageFamily, Any]]:
     Raise Refused if the folder has none."""
     from transformers import AutoConfig, AutoImageProcessor
 
-    if not (folder / SETTINGS).is_file():
-        raise Refused(f"{folder}: no {SETTINGS}, which describes how images are processed; copy it from the model")
+    file = next((folder / name for name in (SETTINGS, WHOLE) if _describes_images(folder / name)), None)
+    if file is None:
+        why = "which describes how images are processed; copy it from the model"
+        raise Refused(f"{folder}: no {SETTINGS}, nor {WHOLE} with an image_processor, {why}")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if (family := family_of(config)) is None:
         raise Refused(f"{folder}: a model of type {config.model_type!r} reads no images")
+    if family.torchvision:
+        from verl.models.navit import NavitProcessor
+
+        return NavitProcessor(file), (family, config)
     more = family.processing(config)
     processor: Any = AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True, **more)
     return processor, (family, config)
+
+
+def _describes_images(file: Path) -> bool:
+    return file.is_file() and (file.name == SETTINGS or "image_processor" in json.loads(file.read_bytes()))
 
 
 def _opened(stream: BinaryIO, where: str) -> Any:
@@ -100,11 +117,10 @@ def _sides(image: Any, stream: BinaryIO) -> tuple[int, int] | None:
         return None if _has_more(stream) else (image.height, image.width)
     if image.format not in ("JPEG", "WEBP"):
         return None
-    size = stream.seek(0, io.SEEK_END)
     if image.format == "JPEG":
-        stream.seek(-min(1024, size), io.SEEK_END)
-        complete = stream.read().rstrip(b"\0\r\n").endswith(b"\xff\xd9")
+        complete = is_complete_jpeg(stream)
     else:
+        size = stream.seek(0, io.SEEK_END)
         stream.seek(4)
         complete = int.from_bytes(stream.read(4), "little") + 8 <= size
     if not complete:

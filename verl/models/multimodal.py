@@ -31,7 +31,11 @@ def with_pictures(batch: Batch, pictures: Mapping[str, Picture], config: Any) ->
     media = batch.media.with_pictures(pictures)
     positions = batch.positions
     if family.positions is not None:
-        places = {n: found for n, p in media.pictures.items() if (found := family.places(config, p.grid, p.clip))}
+        places = {
+            n: found
+            for n, p in media.pictures.items()
+            if (found := family.places(config, p.grid, p.clip, sound=p.sound))
+        }
         positions = _positions(batch, media, places, family.axes)
     return replace(batch, media=_features(batch, media, family, config), positions=positions)
 
@@ -43,7 +47,8 @@ def _features(batch: Batch, media: MediaTokens, family: ImageFamily, config: Any
     here = (medium >= 0) & np.isin(batch.ids.numpy(), family.replaced_ids(config))
     number = np.cumsum(starts) - 1  # of each token's image among all places of images
     found = np.bincount(number[here], minlength=int(starts.sum()))
-    counts = [family.features(config, media.pictures[name].grid) for name in media.references]
+    seen = [media.pictures[name] for name in media.references]
+    counts = [family.features(config, picture.grid, sound=picture.sound) for picture in seen]
     for name, tokens in zip(medium[starts], found):
         if tokens != counts[name]:
             reference = media.references[name]
@@ -75,11 +80,24 @@ def _positions(batch: Batch, media: MediaTokens, places: Mapping[str, tuple[np.n
     return torch.from_numpy(out)
 
 
+def layer_embeddings(language: Any, ids: Tensor, here: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the embeddings of token ids [R, W] that each layer of a language model has of its own, if it has any: with
+    other embeddings than those of the ids as its input it cannot find them. here [R, W]: where features are, which
+    have those of padding; None: nowhere"""
+    if not vars(language.config).get("hidden_size_per_layer_input"):
+        return {}
+    text = ids if here is None else ids.masked_fill(here, language.config.pad_token_id)
+    return {"per_layer_inputs": language.get_per_layer_inputs(text)}
+
+
 def mutual_masks(text_config: Any, embeddings: Tensor, images: Tensor, real: Tensor | None = None) -> dict[str, Any]:
     """Return the masks of the kinds of layers for rows of embeddings [R, W, H] in which the tokens of an image attend
     to each other. images [R, W]: the number of each token's image within its row, -1 of text · real [R, W]: 0 at
     padding; None: there is none."""
-    from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
+    if text_config.model_type == "gemma4_text":  # in layers with a sliding window alone
+        from transformers.models.gemma4.modeling_gemma4 import create_masks_for_vision_model
+    else:
+        from transformers.models.gemma3.modeling_gemma3 import create_masks_for_vision_model
 
     given: dict[str, Any] = {"attention_mask": real, "past_key_values": None, "position_ids": None}
     return create_masks_for_vision_model(text_config, embeddings, **given, block_sequence_ids=images)

@@ -2,7 +2,8 @@
 
 A plan of index tensors is made once per micro-batch and used by every layer. Segments of like shape are computed as one
 padded block, so nothing is quadratic in the pack and a shared prompt is never projected twice.
-Where the operation `trained_attention` has a kernel (on CUDA in half precision), one call computes the whole forest.
+Where the operation `trained_attention` has a kernel (on CUDA in half precision, on a CPU for short segments), one call
+computes the whole forest.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Block:
     real: Tensor  # [b, Q] bool: not padding
     rooted: bool  # no row has keys before its queries, and none attends ahead: plain causal attention
     ahead: Tensor | None = None  # [b, Q] how many keys after its own each query sees; None: no query sees any
+    windows: bool = False  # queries see them in layers with a sliding window alone
     masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -51,7 +53,7 @@ class Block:
             q = self.offset[:, None] + torch.arange(self.q_index.shape[1], device=device)  # [b, Q]
             q = q.clamp(max=depth - 1)[..., None]  # a padded query attends to some key too, so that no NaN occurs
             k = torch.arange(depth, device=device)
-            last = q if self.ahead is None else q + self.ahead[..., None]
+            last = q if self.ahead is None or (self.windows and window is None) else q + self.ahead[..., None]
             mask = (k <= last) if window is None else (k <= last) & (k > q - window)
             if dtype != torch.bool:
                 mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -torch.inf)
@@ -120,11 +122,13 @@ def plan_attention(
     max_waste: float = 0.2,
     queries: tuple[int, int] | None = None,
     ahead: np.ndarray | None = None,
+    windows: bool = False,
 ) -> AttentionPlan:
     """Group the segments of `batch` into blocks with padding of at most about `max_waste` of their area.
 
     queries: the first token and the end of a run of tokens; only its queries are computed, with the keys of all tokens.
-    None: all tokens · ahead [T]: how many tokens of its segment after itself each one attends to; None: none."""
+    None: all tokens · ahead [T]: how many tokens of its segment after itself each one attends to; None: none ·
+    windows: it does in layers with a sliding window alone."""
     assert ahead is None or queries is None, "a segment that is cut has no tokens ahead"
     forest = _Forest(batch.seg_start, batch.parent).cut(queries)
     lengths, depths = forest.lengths, forest.depths
@@ -139,10 +143,12 @@ def plan_attention(
             q_index = np.where(real, q_index - queries[0], 0)
         q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
         later = None if ahead is None else torch.from_numpy(ahead[q_index]).to(device)
-        blocks.append(Block(q, k, offset, real_q, rooted=ahead is None and not depths[members].any(), ahead=later))
+        rooted = ahead is None and not depths[members].any()
+        blocks.append(Block(q, k, offset, real_q, rooted=rooted, ahead=later, windows=windows))
         places.append(real)
-    varlen = _varlen(forest, mine, device) if device.type != "cpu" and len(mine) and ahead is None else None
-    return AttentionPlan(blocks, places, varlen)
+    most = device_facts(device.type).segment_keys
+    in_one_call = len(mine) and ahead is None and (not most or (depths + lengths)[mine].max() <= most)
+    return AttentionPlan(blocks, places, _varlen(forest, mine, device) if in_one_call else None)
 
 
 def make_varlen(batch: Batch, device: torch.device, *, queries: tuple[int, int] | None = None) -> Varlen:
@@ -302,12 +308,10 @@ def _attend(
 def attend_varlen(
     lengths: Varlen, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: Call
 ) -> Tensor:
-    """Compute the same as `attend` by one call of a kernel of the operation `trained_attention`. The keys of a shared
-    prompt are copied, not recomputed."""
-    if lengths.k_index is not None:
-        k, v = k.index_select(0, lengths.k_index), v.index_select(0, lengths.k_index)
+    """Compute the same as `attend` by one call of a kernel of the operation `trained_attention`."""
     starts, key_starts, *longest = lengths.bounds
-    out: Tensor = kernel(q, k, v, starts, key_starts, tuple(longest), scale=scale, window=window or 0)
+    given: Any = {"scale": scale, "window": window or 0, "index": lengths.k_index}
+    out: Tensor = kernel(q, k, v, starts, key_starts, tuple(longest), **given)
     return out
 
 

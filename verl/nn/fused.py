@@ -1,12 +1,13 @@
 """Norms, gates and rotary attention of Llama-like models in few passes over memory, by the table of operations.
 
 Transformers spells them in a dozen elementwise operations, which cost as much as the matmuls of a small model.
-Same mathematics, never less precision; the engine's start-up check compares the whole model with its own forward pass.
+Same mathematics, never less precision; the engine's start-up check compares the whole model with its own forward pass,
+but for factors of LoRA, which it finds without effect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -21,6 +22,7 @@ from verl.accel.operations import Call, Use
 from verl.accel.table import choose
 from verl.nn.attention import attend, window_of
 from verl.nn.expert_lora import has_factors
+from verl.nn.joint import joint_products
 from verl.nn.recompute import can_recompute, without_saving
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -35,16 +37,19 @@ class TrainedOps:
     rotation: Mapping[torch.dtype, Call]
     recomputes: bool
     """Norms and gates are computed again in the backward pass."""
+    low_rank_gradients: Mapping[torch.dtype, Call]
+    """For layers with factors of LoRA that multiply the same rows, as one function; empty: each is called by itself."""
 
 
-def trained_ops(device: torch.device, hidden: int, *, recomputes: bool) -> TrainedOps:
+def trained_ops(device: torch.device, hidden: int, *, recomputes: bool, joint: bool) -> TrainedOps:
     """Choose the kernels for a device and rows of `hidden` numbers, in every dtype that a model may compute in."""
 
     def of(operation: str) -> Mapping[torch.dtype, Call]:
         found = {dtype: choose(operation, Use(device, dtype, {"hidden": hidden})) for dtype in _DTYPES}
         return {dtype: choice.call for dtype, choice in found.items() if choice is not None}
 
-    return TrainedOps(of("trained_rms_norm"), of("trained_swiglu"), of("trained_rotation"), recomputes)
+    low_rank = of("low_rank_gradients") if joint else {}
+    return TrainedOps(of("trained_rms_norm"), of("trained_swiglu"), of("trained_rotation"), recomputes, low_rank)
 
 
 def fuse(model: nn.Module, *, packed: bool, checkpointed: bool = False) -> bool:
@@ -55,7 +60,8 @@ def fuse(model: nn.Module, *, packed: bool, checkpointed: bool = False) -> bool:
         return False
     device = next(model.parameters()).device
     recomputes = device_facts(device.type).recomputes and not checkpointed
-    ops = trained_ops(device, config.hidden_size, recomputes=recomputes)
+    joint = not recomputes and not checkpointed
+    ops = trained_ops(device, config.hidden_size, recomputes=recomputes, joint=joint)
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = MethodType(partial(_norm_forward, ops), module)
@@ -83,14 +89,20 @@ def _norm_forward(ops: TrainedOps, self: Any, hidden_states: Tensor) -> Tensor:
 
 def _mlp_forward(ops: TrainedOps, self: Any, x: Tensor) -> Tensor:
     with without_saving(x):
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = _products(ops, x, self.gate_proj, self.up_proj)
     swiglu = ops.swiglu[gate.dtype]
     product: Tensor = swiglu(gate, up)
     if ops.recomputes:
         can_recompute(product, swiglu, 2)
     with without_saving(product):
-        out: Tensor = self.down_proj(product)
+        (out,) = _products(ops, product, self.down_proj)
     return out
+
+
+def _products(ops: TrainedOps, x: Tensor, *layers: nn.Module) -> Sequence[Tensor]:
+    """Return the outputs of linear layers for the same x."""
+    gradients = ops.low_rank_gradients
+    return joint_products(x, layers, gradients) if gradients else [layer(x) for layer in layers]
 
 
 def _exact_tables(of_model: Callable[..., tuple[Tensor, Tensor]], x: Tensor, position_ids: Tensor) -> Any:
@@ -112,11 +124,13 @@ def _attention_forward(
     assert kwargs.get("past_key_values") is None, "packed attention is driven by a plan alone"
     window, rows = window_of(attention_mask), (hidden_states.shape[1], -1, self.head_dim)
     with without_saving(hidden_states):
-        q, k, v = (project(hidden_states).view(rows) for project in (self.q_proj, self.k_proj, self.v_proj))
+        projected = _products(ops, hidden_states, self.q_proj, self.k_proj, self.v_proj)
+    q, k, v = (x.view(rows) for x in projected)
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x[0, :, None] for x in position_embeddings)  # [T, 1, D]
     kind = torch.promote_types(hidden_states.dtype, q.dtype)  # under autocast hidden states are float32, q may not be
     q, k = (ops.rotation[kind](x.to(kind), cos, sin) for x in (q, k))
     out = attend(kwargs["verl_plan"], q, k, v, self.scaling, window)  # [T, H, D]
-    return self.o_proj(out.reshape(1, len(out), -1)), None
+    (out,) = _products(ops, out.reshape(1, len(out), -1), self.o_proj)
+    return out, None

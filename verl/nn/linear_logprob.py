@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl.accel.devices import device_facts
+from verl.accel.operations import Call, Use
+from verl.accel.plain import PLAIN
+from verl.accel.table import choose
 
 NONE = -1e30
 """The log-prob of probability 0. It is finite, so that p log p is 0 and not NaN."""
@@ -188,7 +192,7 @@ class HeadGradients:
         if dz.dtype == self._weight.dtype:
             self._weight.addmm_(dz.T, h)
         else:
-            self._weight += dz.T @ h
+            self._weight += head_product(dz.T, h)
 
     def found(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return (d_hidden, d_weight, d_bias), each in the dtype of its tensor; None for what is not trained."""
@@ -232,7 +236,7 @@ def chunks_of(needed: Tensor, weight: Tensor) -> list[Tensor] | list[slice]:
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float) -> Tensor:
     """Return the logits [n, V] of hidden [n, H] in float32 (float64 stays), capped, then divided by each row's
-    temperature."""
+    temperature. Those of half precision are rounded to it once, as a rollout rounds them."""
     z = hidden @ weight.T
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if bias is not None:
@@ -240,6 +244,21 @@ def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatur
     if cap:
         z = z.div_(cap).tanh_().mul_(cap)
     return z.div_(temperature[:, None])
+
+
+def head_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return a [m, k] b [k, n]: in float32 where the device sums half precision in it at no cost, else in their
+    dtype."""
+    kernel = wide_kernel(a.device, a.dtype)
+    product: Tensor = a @ b if kernel is None or not a.shape[1] else kernel(a, b)
+    return product
+
+
+@cache
+def wide_kernel(device: torch.device, dtype: torch.dtype) -> Call | None:
+    """Return the kernel of the operation `wide_product`; None: its result costs a conversion of both factors."""
+    found = choose("wide_product", Use(device, dtype), without=(PLAIN,))
+    return None if found is None else found.call
 
 
 def centred(z: Tensor, lse: Tensor) -> Tensor:

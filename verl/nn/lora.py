@@ -6,8 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from verl.errors import Refused
@@ -99,11 +102,88 @@ def with_low_ranks(model: nn.Module, factors: Mapping[str, LowRank], scale: floa
             without_factors(model.get_submodule(module))
 
 
+@dataclass(frozen=True, slots=True)
+class AddsFactors:
+    """A forward hook of a linear layer, which adds the product of its factors to its output."""
+
+    factors: Callable[[Any, Tensor], LowRank | None]
+    """Returns the factors for a layer and its input; None: nothing is added."""
+    scale: float
+    over: bool
+    """As in `with_product`."""
+
+    def __call__(self, layer: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        x = inputs[0]
+        found = self.factors(layer, x)
+        if found is None:
+            return None
+        frozen = type(layer) is nn.Linear and not (layer.bias is not None and layer.bias.requires_grad)
+        weight = layer.weight if frozen else None
+        return with_product(output, x, found.a, found.b, self.scale, over=self.over, weight=weight)
+
+
 def _add(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor, one: LowRank, scale: float) -> Tensor:
     x = inputs[0]
     return with_product(output, x, one.a.to(x), one.b.to(x), scale)
 
 
-def with_product(output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return the output [..., out] of a layer for x [..., in] with the product of the factors, scale * B A x, added."""
-    return output + linear(linear(x, a) * scale, b)  # the few values between them are scaled
+def with_product(
+    output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, *, over: bool = False, weight: Tensor | None = None
+) -> Tensor:
+    """Return the output [..., out] of a layer for x [..., in] with the product of the factors, scale * B A x, added.
+
+    over: it may be written over the output, which nothing else reads · weight: the frozen weight [out, in] of the
+    layer, of which nothing is trained, its bias neither: the gradient of x is then one sum, and that of the output is
+    not computed"""
+    if not (over and _in_place(output, x, a, b)):
+        return output + linear(linear(x, a) * scale, b)  # the few values between them are scaled
+    frozen = weight is not None and type(weight) is nn.Parameter and not weight.requires_grad
+    found: Tensor = _Added.apply(output.detach() if frozen else output, x, a, b, scale, weight if frozen else None)
+    return found
+
+
+def _in_place(output: Tensor, *others: Tensor) -> bool:
+    """Return True if `_Added` computes a sum with this output as autograd does with the plain one: of tensors of one
+    dtype, or those that autocast rounds to that of the output."""
+    if torch.compiler.is_compiling() or not output.is_contiguous():
+        return False
+    if any(type(t) not in (Tensor, nn.Parameter) for t in (output, *others)):
+        return False
+    kind = output.device.type
+    if torch.is_autocast_enabled(kind):
+        return output.dtype == torch.get_autocast_dtype(kind)
+    return all(t.dtype == output.dtype for t in others)
+
+
+class _Added(torch.autograd.Function):
+    """An output with the product of the factors, in the memory of the output: one tensor less of its size is allocated,
+    and it is read and written once. Nothing that its own gradient needs is overwritten, since a product does not save
+    its result. With the frozen weight of the layer the gradient of x through both is one tensor, to which nothing else
+    has to be added. In 16 bits both products are rounded, as the rollout does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, output: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float, weight: Tensor | None
+    ) -> Tensor:
+        ctx.scale, ctx.shape, ctx.dtypes = scale, x.shape, (x.dtype, a.dtype, b.dtype)
+        rows, a, b = (t.to(output.dtype) for t in (x.reshape(-1, a.shape[1]), a, b))
+        low, flat = torch.mm(rows, a.t()).mul_(scale), output.view(-1, len(b))
+        ctx.save_for_backward(rows, a, b, low, weight)
+        if output.dtype in (torch.float32, torch.float64):
+            torch.addmm(flat, low, b.t(), out=flat)
+        else:
+            flat.add_(torch.mm(low, b.t()))
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        rows, a, b, low, weight = ctx.saved_tensors
+        flat, (of_output, of_x, of_a, of_b, *_) = dy.reshape(-1, len(b)), ctx.needs_input_grad
+        d_low, dx = torch.mm(flat, b).mul_(ctx.scale), None
+        if of_x:
+            dx = torch.mm(d_low, a) if weight is None else torch.mm(flat, weight.to(a.dtype)).addmm_(d_low, a)
+            dx = dx.view(ctx.shape).to(ctx.dtypes[0])
+        da = torch.mm(d_low.t(), rows).to(ctx.dtypes[1]) if of_a else None
+        db = torch.mm(flat.t(), low).to(ctx.dtypes[2]) if of_b else None
+        return dy if of_output else None, dx, da, db, None, None

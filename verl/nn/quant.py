@@ -217,16 +217,17 @@ def code_values(*, signed: bool) -> Tensor:
     """Return the values of the 256 codes of a dynamic 8-bit type, ascending, float32."""
     values = [0.0, 1.0]
     for exponent in range(7):
-        boundaries = torch.linspace(0.1, 1, 2**exponent + 1 if signed else 2 ** (exponent + 1) + 1)
+        count = 2**exponent + 1 if signed else 2 ** (exponent + 1) + 1
+        boundaries = torch.linspace(0.1, 1, count, dtype=torch.float32)
         means = (10.0 ** (exponent - 6) * ((boundaries[:-1] + boundaries[1:]) / 2)).tolist()
         values += [*means, *(-mean for mean in means)] if signed else means
-    return torch.tensor(sorted(values))
+    return torch.tensor(sorted(values), dtype=torch.float32)
 
 
 def _quantise_nf4(weight: Tensor, double: bool, name: str) -> Nf4:
     flat, n = weight.view(-1), weight.numel()
     codes = torch.empty(-(-n // 2), dtype=torch.uint8, device=weight.device)
-    scales = torch.empty(-(-n // BLOCK), device=weight.device)
+    scales = torch.empty(-(-n // BLOCK), dtype=torch.float32, device=weight.device)
     for start in range(0, n, AT_ONCE):
         some = flat[start : start + AT_ONCE].float()
         full = len(some) // BLOCK * BLOCK
@@ -274,7 +275,7 @@ def _nearest() -> Tensor:
 
 def _quantise_int8(weight: Tensor, name: str) -> Int8:
     codes = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
-    absmax = torch.empty(len(weight), device=weight.device)
+    absmax = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
     rows = max(1, AT_ONCE // weight.shape[1])
     for some, into, largest in zip(weight.split(rows), codes.split(rows), absmax.split(rows), strict=True):
         half = some.half()
@@ -291,7 +292,7 @@ def _refuse_not_finite(scales: Tensor, name: str) -> None:
 
 @cache
 def _levels(device: torch.device) -> Tensor:
-    return torch.tensor(NF4_LEVELS, device=device)
+    return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)
 
 
 @cache

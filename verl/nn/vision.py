@@ -20,7 +20,7 @@ from verl.media_tokens import MediaTokens, Picture
 from verl.models.crossed import CrossedImage, crossed_rows
 from verl.models.encode import encode_pictures
 from verl.models.families import LATE_IMAGE, ImageFamily
-from verl.models.multimodal import mutual_masks, on_axes, with_pictures
+from verl.models.multimodal import layer_embeddings, mutual_masks, on_axes, with_pictures
 from verl.models.pictures import Pictures
 from verl.nn.kept_features import KeptFeatures
 
@@ -34,7 +34,8 @@ class Vision:
         self, model: Any, family: ImageFamily, pictures: Pictures | None = None, *, keeps: bool = False
     ) -> None:
         self._base, self._family, self._config, self._pictures = model.base_model, family, model.config, pictures
-        self.mutual, self.crossed = family.mutual, family.crossed
+        self.mutual = family.attends(vars(model.config.get_text_config()))
+        self.crossed, self.one_axis = family.crossed, family.axes == 1
         self.language: Any = self._base.get_submodule(family.language)
         named = self._base.named_parameters()
         fixed = not any(p.requires_grad for name, p in named if family.part_of(name) != "language")
@@ -86,6 +87,7 @@ class Vision:
         embeddings = self.language.get_input_embeddings()(ids)
         seen = torch.cat(features).index_select(0, index).to(embeddings.dtype)
         found: dict[str, Tensor | list[Tensor]] = {"inputs_embeds": embeddings.masked_scatter(here[..., None], seen)}
+        found |= layer_embeddings(self.language, ids, here)
         if deeper:
             found["visual_pos_masks"] = here
             found["deepstack_visual_embeds"] = [states.index_select(0, index) for states in deeper]
@@ -131,7 +133,8 @@ class Vision:
         return torch.where(media.medium >= 0, first[media.medium.clamp(min=0)] + media.feature, -1)
 
     def _counts(self, media: MediaTokens) -> list[int]:
-        return [self._family.features(self._config, media.pictures[name].grid) for name in media.references]
+        seen = [media.pictures[name] for name in media.references]
+        return [self._family.features(self._config, picture.grid, sound=picture.sound) for picture in seen]
 
     def ahead(self, media: MediaTokens | None) -> np.ndarray | None:
         """Return how many tokens after itself each token of a pack attends to: those of its image; None: no token

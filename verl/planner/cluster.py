@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from verl.config.backends import engine_name, layout_of, ray_address
+from verl.config.backends import backend_of, engine_name, layout_of, ray_address
 from verl.config.cluster import places_of
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
@@ -61,7 +61,7 @@ def cluster_plan(config: Config, update_tokens: int) -> ClusterPlan | None:
     if c.backend == "inproc":
         return None
     pools, places = places_of(config)
-    whole = engine_name(config, "model") == "megatron"  # on each data rank
+    copies = backend_of(config, "model").copies
     sent, planned = sent_weights(config, describe_model(config.model.path), layout, pools, places), {}
     for name, pool in pools.items():
         roles = tuple(role for role, at in places.items() if at == name and role != "rollout")
@@ -85,7 +85,7 @@ def cluster_plan(config: Config, update_tokens: int) -> ClusterPlan | None:
     return ClusterPlan(
         backend=c.backend,
         address=ray_address(config),
-        layout=layout_text(replace(layout, replicate=layout.data, expert=1) if whole else layout),
+        layout=layout_text(replace(layout, replicate=layout.data, expert=1) if copies else layout),
         queue=engine_name(config, "queue"),
         sync=engine_name(config, "sync"),
         sent=sent,

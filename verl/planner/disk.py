@@ -87,6 +87,11 @@ def checkpoints_made(every_steps: int | None) -> str:
     )
 
 
+def free_disk_bytes(place: Path) -> int:
+    """Return the bytes that are free on the disk of a folder that exists."""
+    return shutil.disk_usage(place).free
+
+
 def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
     """Yield a warning if the disk has no space for the checkpoints beside its present content. The run's own are
     replaced."""
@@ -94,7 +99,7 @@ def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
     run_dir = Path(config.run.root_dir) / config.run.name
     there = sum(p.stat().st_size for p in (run_dir / "checkpoints").rglob("*") if p.is_file())
     place = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.is_dir())
-    free = shutil.disk_usage(place).free
+    free = free_disk_bytes(place)
     if there + free < needed_bytes:
         yield (
             f"{run_dir}: the checkpoints need {size_text(needed_bytes)}, but the disk has {size_text(free)} free: free "

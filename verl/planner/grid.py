@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,12 @@ from verl.config.validate import validate
 from verl.errors import Refused
 from verl.names import did_you_mean
 from verl.planner.columns import aligned
-from verl.planner.simulate import Simulated, SimulatedRun
+from verl.planner.simulate import SimulatedRun
+from verl.planner.what_if import REPLAYS, Replayed
 
 MOST_POINTS = 1000
+POINTS_OF_PROCESS = 32
+"""The fewest points for which a further process is started."""
 SIMULATED_KEYS = (
     *("step.prompts_per_step", "step.samples_per_prompt", "rollout.replicas", "rollout.max_concurrent_sequences"),
     *("pipeline.staleness", "pipeline.sync_every", "pipeline.oversample", "pipeline.partial_rollout"),
@@ -34,6 +40,8 @@ class Point:
     values: Mapping[str, Any]
     staleness: float
     step_s: float
+    step_error_s: float
+    """Two standard deviations over plays with other lengths."""
     tokens_per_s: float
     price: float
     """The price of a step; 0 without prices."""
@@ -68,15 +76,26 @@ def combinations(config: Config, grid: Mapping[str, Any]) -> list[tuple[dict[str
     return made
 
 
-def point_of(values: Mapping[str, Any], config: Config, got: Simulated, prices: tuple[float, float]) -> Point:
+def played(points: Sequence[Config], pace: Callable[[Config], Replayed]) -> list[Replayed]:
+    """Return the pace of each point; of many points in as many processes as this one has processors."""
+    processes = min(len(points) // POINTS_OF_PROCESS, len(os.sched_getaffinity(0)))
+    if processes < 2:
+        return [*map(pace, points)]
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        return [*pool.map(pace, points, chunksize=POINTS_OF_PROCESS // 4)]
+
+
+def point_of(values: Mapping[str, Any], config: Config, got: Replayed, prices: tuple[float, float]) -> Point:
     """Return a point. prices: per hour, of a replica and of the trainer."""
-    step_s = got.period_s / config.pipeline.sync_every
+    steps = config.pipeline.sync_every
+    step_s = got.pace.period_s / steps
     hourly = prices[0] * config.rollout.replicas + prices[1]
     return Point(
         values=values,
         staleness=config.pipeline.staleness,
         step_s=step_s,
-        tokens_per_s=got.tokens_per_s,
+        step_error_s=got.error(lambda pace: pace.period_s / steps),
+        tokens_per_s=got.pace.tokens_per_s,
         price=hourly * step_s / 3600,
         replicas=config.rollout.replicas,
     )
@@ -101,10 +120,11 @@ def grid_table(points: Sequence[Point]) -> str:
     for one in front:
         prices = (f"{one.price:.4g}", f"{one.price_per_million_tokens:.4g}") if priced else ()
         each = (text_of(one.values[key]) for key in keys)
-        rows.append((*each, f"{one.step_s:.4g}", f"{one.tokens_per_s:,.0f}", *prices))
+        rows.append((*each, f"{one.step_s:.4g} ± {one.step_error_s:.1g}", f"{one.tokens_per_s:,.0f}", *prices))
     less = "price per token" if priced else "replicas"
     about = f"{len(front)} of {len(points)} points are not beaten in tokens per second, {less} and staleness together:"
-    return "\n".join([about, *aligned(rows, right=True)])
+    error = f"±: two standard deviations over {REPLAYS} plays with other lengths"
+    return "\n".join([about, *aligned(rows, right=True), error])
 
 
 def write_trace(file: Path, run: SimulatedRun) -> None:

@@ -45,6 +45,8 @@ class Device:
     """The share of `matrix_tflops` that the few rows of a decode step reach; 0: `compute_share`."""
     overlap: float = 1.0
     """The share of the shorter of reads and products of a decode step that the longer one hides."""
+    link_us: float = 15.0
+    """The microseconds of an all-reduce of few bytes between devices of a node."""
     half_width: float = 0.0
     """The hidden size at which a pass takes twice the time of its products: the work beside them grows with the size,
     products with its square."""
@@ -74,6 +76,10 @@ class Nodes:
     """Gigabytes per second from one node to the others, in one direction, for all its devices together."""
     price_per_hour: float = 0.0
     """The price of one device."""
+    host_memory_gb: float = 0.0
+    """The memory of a node's host; 0: not known."""
+    disk_gb: float = 0.0
+    """The disk on which a run may write; 0: not known."""
 
     @property
     def devices(self) -> int:
@@ -112,10 +118,11 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 """The devices that a cluster file can name."""
 SHARES = ("compute_share", "bandwidth_share", "network_share", "decode_share", "overlap")
 NEEDED = ("memory_gb", "bandwidth_gbs", "matrix_tflops", "link_gbs")
-FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms", "half_width")
+FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms", "link_us", "half_width")
 """The fields of `Device` that a cluster file can replace."""
-MAY_BE_ZERO = ("step_ms", "half_width", "overlap")
-_OF_NODES = ("nodes", "devices_per_node", "network_gbs", "price_per_hour")
+MAY_BE_ZERO = ("step_ms", "link_us", "half_width", "overlap")
+_MAY_LACK = ("price_per_hour", "host_memory_gb", "disk_gb")
+_OF_NODES = ("nodes", "devices_per_node", "network_gbs", *_MAY_LACK)
 
 
 def read_cluster(path: Path) -> tuple[Nodes, ...]:
@@ -162,9 +169,7 @@ def _nodes(entry: Mapping[str, Any], where: str) -> Nodes:
         network_gbs=_positive(entry["network_gbs"], "network_gbs", where)
         if "network_gbs" in entry
         else device.link_gbs,
-        price_per_hour=_positive(entry["price_per_hour"], "price_per_hour", where)
-        if "price_per_hour" in entry
-        else 0.0,
+        **{key: _positive(entry[key], key, where) for key in _MAY_LACK if key in entry},
     )
 
 

@@ -12,8 +12,6 @@ from typing import Literal
 
 from verl.planner.hardware import Nodes
 
-ALL_REDUCE_S = 15e-6
-"""The seconds of an all-reduce of few bytes between devices of a node."""
 RESERVE = 0.1
 """The share of a device's memory that is left to the allocator and the runtime."""
 REDUCES = 2
@@ -215,7 +213,7 @@ def engine_pace(
     context = work.prompt_tokens + work.response_tokens / 2
     read = at.device.item_bytes * model.active_parameters
     products = batch * model.forward_flops(context) / (tensor * at.device.decode_flops(model.hidden))
-    fixed = (tensor > 1) * REDUCES * model.layers * ALL_REDUCE_S + at.device.step_ms / 1000
+    fixed = (tensor > 1) * REDUCES * model.layers * at.device.link_us / 1e6 + at.device.step_ms / 1000
     reads = (read + batch * context * kv_bytes) / (tensor * at.device.read)
     full = max(reads, products) + (1 - at.device.overlap) * min(reads, products)
     prompt_tokens = share * work.prompt_tokens / work.prompt_shares

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from verl.algorithms.presets import settled
 from verl.config.adapter import teacher_models
-from verl.config.backends import engine_name, memory_of, options_of, rollout_caches
+from verl.config.backends import engine_name, longest_sequence, memory_of, options_of, rollout_caches
 from verl.config.cluster import roles_of_policy, roles_on_base
 from verl.config.devices import (
     base_format,
@@ -24,11 +24,12 @@ from verl.config.devices import (
 )
 from verl.config.image_models import frozen_values
 from verl.config.lora_layers import factors_of, reads_codes, trained_factors
-from verl.config.model_files import ModelFacts, describe_model, find_model_folder
+from verl.config.model_files import ModelFacts, describe_model, find_model_folder, read_model_config, text_config
 from verl.config.on_base import REWARD_MODEL, adapters_on_base
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout
-from verl.model_engine.memory import DTYPE_BYTES, MATRIX_BYTES, RankWork, quantised_values
+from verl.model_engine.memory import DTYPE_BYTES, LOGPROB_COPIES, MATRIX_BYTES, RankWork, quantised_values
+from verl.planner.towers import kept_images, tower_bytes, trains_tower
 from verl.rollout.native.options import KEPT_KV_BYTES
 from verl.weight_sync.options import Ipc
 from verl.wire import FP8, FP8_BLOCK
@@ -37,30 +38,44 @@ from verl.workers.pools import NO_MODEL
 TRAINED = ("actor", "critic")
 PARTS = {"weights": "weights", "optimizer": "optimizer states"}
 """The items of a role's state that may be off the device between two uses."""
+KEPT_IMAGES = ("processed images", "image features")
+"""The images that a process keeps between passes."""
 CACHES = ("KV cache", "row states", "prefix cache")
 """The memory of rows and prompts in a rollout engine."""
-HELD = ("weights", "optimizer states", "gathered factors", "teacher's head")
+HELD = ("weights", "gradient buffer", "optimizer states", "gathered factors", "teacher's head")
 AT_HEAD = ("compute copy of shards", "gathered embeddings", "head's compute copy", "log-prob chunk")
 IN_LAYERS = ("compute copy of shards", "gathered embeddings", "gathered layers")
 SUMMED = ("gradients", "gradients of one copy")
-BACKWARD = (*SUMMED, "head's gradient", "compute copy of weights", "activations", "waiting passes")
+BACKWARD = (
+    *SUMMED,
+    "head's gradient",
+    "compute copy of weights",
+    "activations",
+    "image tower's activations",
+    "waiting passes",
+)
 MOMENTS: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType(
     {
         "infer": (
             (*IN_LAYERS, "kept buffer", "layer's compute copy", "inference activations"),
+            ("image tower's layer",),
             (*AT_HEAD, "inference activations"),
         ),
         "update": (
             (*BACKWARD, *IN_LAYERS, "gathered gradients"),
             (*BACKWARD, *AT_HEAD),
             # at the end of a backward pass
-            ("compute copy of shards", *SUMMED, "reduced embeddings", "waiting passes"),
+            ("compute copy of shards", *SUMMED, "reduced embeddings", "exchanged gradients", "waiting passes"),
         ),
         "publish": (("gathered embeddings", "gathered layers"), ("largest whole weight",)),
     }
 )
 """The temporary items of each phase of a role: for each moment of highest use, the items that are in memory
 together."""
+
+DIVERGENCE_COPIES = 6
+"""Arrays of that size for the divergence from a teacher: log-probs and probabilities of both, their mixture, and the
+difference from it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +120,11 @@ def role_items(
         own = config.model.path
         factors = factors_of(adapter, find_model_folder(own), head=role == REWARD_MODEL)
     frozen = frozen_values(config) if role == "actor" else (0, 0)
+    tower = tower_bytes(config, own or config.model.path, tokens, dtype_bytes=DTYPE_BYTES[dtype_of(config, role)])
+    through = role == "critic" or (role == "actor" and trains_tower(config))
     work = RankWork(
         tokens=tokens,
+        longest=longest_sequence(config),
         passes=passes,
         stage=stage,
         device=device_type_of(config, role),
@@ -127,14 +145,32 @@ def role_items(
         borrows=borrows,
         quantisation=base_format(config, own) if factors else "none",
         publishes=role == "actor",
+        tower_bytes=tower[0] * through,
+        tower_layer_bytes=tower[1],
+        virtual_stages=getattr(options_of(config, "model"), "virtual_stages", 1),
+        expert_tensor=getattr(options_of(config, "model"), "expert_tensor", 1),
         divides_states=getattr(options_of(config, "model"), "distributed_optimizer", True),
     )
     items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))
+    if "log-prob chunk" in items:  # of any engine
+        copies = logprob_copies(config, own or config.model.path)
+        items["log-prob chunk"] = items["log-prob chunk"] // LOGPROB_COPIES * copies
     if role == "actor" and factors and config.model.lora.get("path"):
         items["weights"] += 4 * factors.parameters  # the factors of the start, whole
     if role == "actor" and (head := _teachers_head(config, [*teachers.values()])):
         items["teacher's head"] = head
     return items
+
+
+def logprob_copies(config: Config, path: str) -> int:
+    """Return how many arrays of the size of a chunk of logits exist at once: one more than `LOGPROB_COPIES` if a model
+    caps its logits (the slope of the cap), or if the algorithm reads squared probabilities (twice the logits) or a
+    teacher's likeliest ids (the logits without them); `DIVERGENCE_COPIES` if it compares whole distributions."""
+    capped = text_config(read_model_config(find_model_folder(path))).get("final_logit_softcapping")
+    needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
+    outputs = {need.output for need in needs}
+    copies = DIVERGENCE_COPIES if "hidden" in outputs else LOGPROB_COPIES
+    return copies + bool(capped or outputs & {"sum_pi_squared", "topk_ids"})
 
 
 def _teachers_head(config: Config, teachers: Sequence[str]) -> int:
@@ -158,10 +194,11 @@ def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
     if reads_codes(config):  # the trainer's own in one process; later versions are factors alone
         item_bytes, factors = DTYPE_BYTES[rollout_dtype(config)], trained_factors(config)
         exact = rollout_dtype(config) == "float32" and device_type_of(config, "rollout") == "cpu"
-        shared = exact * (1 + (not model.tied)) * model.vocab * model.hidden  # embedding and head
+        shared = exact * (1 + (not model.tied)) * model.vocab * model.hidden  # embedding and head, unless trained whole
+        shared -= 0 if factors is None else exact * factors.whole_outside()
         own = item_bytes * (model.parameters - quantised_values(model) - shared)
         copy = own if local else wire_bytes(config, model)
-        incoming = 0 if factors is None else item_bytes * factors.parameters
+        incoming = 0 if factors is None else item_bytes * (factors.parameters + factors.whole())
     return {
         "rollout weights": copy,
         "incoming weights": incoming,
@@ -220,7 +257,8 @@ def device_buckets(config: Config) -> dict[str, int]:
 
 def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
     """Return the memory of a run in one process. update_tokens: the most tokens of one optimizer step."""
-    items = _process_items(config, min(config.step.max_tokens_per_microbatch, update_tokens))
+    budget = min(config.step.max_tokens_per_microbatch, update_tokens)
+    items = _process_items(config, budget, -(-update_tokens // max(1, budget)))
     flying: tuple[str, ...] = ()
     if config.pipeline.placement == "split" or config.pipeline.staleness > 0:
         flying = CACHES
@@ -241,29 +279,32 @@ def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
 
     def held(*awake: str) -> tuple[str, ...]:
         here = (item for item in (*own, "rollout weights") if item in awake or item not in away)
-        return (*here, "teacher's head", "buckets of weights")
+        return (*here, "teacher's head", "buckets of weights", *KEPT_IMAGES)
 
     at_head = ("log-prob chunk", "head's compute copy")
     weights, frozen = "master weights", ("reference policy", "teacher", "reward model")
     named = {
         "rollout": (*held("rollout weights"), *CACHES, "sampling logits"),
         "experience": (
-            *(*held(weights, *frozen), "inference activations", "teacher's activations", *at_head, *flying),
+            *(*held(weights, *frozen), "inference activations", "image tower's layer", "teacher's activations"),
+            *(*at_head, *flying),
         ),
         "update": (
             *held(weights, "optimizer states"),
-            *("gradients", "compute copy of weights", "activations", *at_head, "head's gradient", *flying),
+            *("gradients", "compute copy of weights", "activations", "image tower's activations"),
+            *(*at_head, "head's gradient", *flying),
         ),
         "publish": (*held(weights), "incoming weights", "quantised weights", *flying),
     }
     return summed(items, named)
 
 
-def _process_items(config: Config, tokens: int) -> dict[str, int]:
-    """Return the items of all roles in one process. A critic is one item, which is always counted."""
+def _process_items(config: Config, tokens: int, passes: int) -> dict[str, int]:
+    """Return the items of all roles in one process, for passes of so many tokens. A critic is one item, which is always
+    counted."""
     alone = Layout()
     model, preset = describe_model(config.model.path), settled(config.algorithm.name, config.algorithm.given())
-    actor, rollout = role_items(config, "actor", alone, tokens), rollout_items(config, model)
+    actor, rollout = role_items(config, "actor", alone, tokens, passes=passes), rollout_items(config, model)
     critic = role_items(config, "critic", alone, tokens) if preset.critic else {}
     learned = [role_items(config, role, alone, tokens) for role in teacher_models(config)]
     teachers = learned if "teacher" in preset.roles() else []
@@ -282,7 +323,9 @@ def _process_items(config: Config, tokens: int) -> dict[str, int]:
         **device_buckets(config),
         **rollout,
         "incoming weights": rollout["incoming weights"] + snapshot,
+        **kept_images(config),
         **{name: actor[name] for name in ("activations", "inference activations", "log-prob chunk")},
+        **{name: actor.get(name, 0) for name in ("image tower's activations", "image tower's layer")},
         **{name: actor[name] for name in ("head's compute copy", "head's gradient")},
     }
 
@@ -321,6 +364,7 @@ def _stage_memory(
     """Return the memory of the rank of a stage. arriving: the bytes of weights that are being fetched, by item."""
     items = {**_rank_items(config, layout, roles, replicas, update_tokens, stage), **arriving}
     every = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights", "buckets of weights"]
+    every += KEPT_IMAGES
 
     def held(*awake: str) -> list[str]:
         """Return the items that the roles hold. awake: the role that is computing, with its whole state while it is
@@ -328,13 +372,14 @@ def _stage_memory(
         return [item for item in every if item in awake or item not in away]
 
     away = {f"{role} {PARTS[part]}" for role in roles for part in offloaded(config, trained=role in TRAINED)}
+    away |= {f"{role} gradient buffer" for role in roles if offloaded(config, trained=role in TRAINED)}
     away |= {"rollout weights"} if drops_rollout_weights(config) else set()
     kept = [*CACHES] if config.pipeline.placement == "split" or config.pipeline.staleness else []
     phases = {"rollout": [*held("rollout weights"), *CACHES, "sampling logits"]} if replicas else {}
     for role in _inferring(config, roles):
         phases[f"infer {role}"] = [*held(f"{role} weights"), *fullest_moment(items, role, "infer"), *kept]
     for role in (role for role in TRAINED if role in roles):
-        own = (f"{role} weights", f"{role} optimizer states")
+        own = [f"{role} {item}" for item in ("weights", "gradient buffer", "optimizer states")]
         phases[f"update {role}"] = [*held(*own), *fullest_moment(items, role, "update"), *kept]
     flying = [*fullest_moment(items, "actor", "publish"), "incoming weights", *arriving]
     phases["publish"] = [*held("actor weights"), *flying, *kept]
@@ -355,7 +400,7 @@ def _rank_items(
     if config.teacher.ema and "actor" in roles:
         items["actor optimizer states"] += items["actor gradients"]  # the average of the weights is kept beside them
     rollout = rollout_items(config, describe_model(config.model.path)) if replicas else {}
-    items |= {name: replicas * size for name, size in rollout.items()}
+    items |= {name: replicas * size for name, size in rollout.items()} | kept_images(config)
     return items | (device_buckets(config) if "actor" in roles else {})
 
 

@@ -1,12 +1,13 @@
 """`verl plan cluster_file=FILE`: the roles of a configured run on the devices of a cluster that need not exist.
 
 All models of a run have the same number of ranks and one layout (`parallel.*`), so each layout is tried, and
-`mapping.py` finds the sets of roles that share devices. Rows are at the limits of prompt and answer, unless the mean of
-an answer is given."""
+`mapping.py` finds the sets of roles that share devices, each on devices of one kind. Rows are at the limits of prompt
+and answer, unless the mean of an answer is given."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
@@ -22,7 +23,8 @@ from verl.config.schema import Config
 from verl.errors import Refused
 from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.planner.columns import aligned
-from verl.planner.hardware import Nodes, scaled, some_devices
+from verl.planner.disk import checkpoint_bytes, checkpoints_kept
+from verl.planner.hardware import Nodes, scaled, some_devices, total
 from verl.planner.latency import (
     RESERVE,
     TENSOR,
@@ -36,6 +38,7 @@ from verl.planner.latency import (
 )
 from verl.planner.mapping import (
     Aim,
+    PlacedSet,
     PlannedRole,
     RolePlacement,
     Rules,
@@ -46,9 +49,9 @@ from verl.planner.mapping import (
     step_of,
     times_of,
 )
-from verl.planner.simulate import Lengths, Simulated
+from verl.planner.simulate import Lengths
 from verl.planner.sizes import parameters_used
-from verl.planner.what_if import simulated, workload_of
+from verl.planner.what_if import Replayed, replayed, workload_of
 from verl.workers.pools import NO_MODEL
 
 OTHERS = 5
@@ -66,15 +69,30 @@ class PlacedRun:
     layout: Division
     """The division of every model."""
     placement: RolePlacement
-    at: Nodes
-    simulated: Simulated | None = None
+    cluster: tuple[Nodes, ...]
+    """The node groups of which its sets have devices, by `PlacedSet.group`."""
+    simulated: Replayed | None = None
     """Its pace with the staleness of the run, where rollout and training work beside each other."""
+
+    def nodes_of(self, role: str) -> Nodes:
+        """Return the node group on which a role is."""
+        return self.cluster[next(one.group for one in self.placement.sets if role in one.roles)]
+
+    @property
+    def at(self) -> Nodes:
+        """The node group of the policy."""
+        return self.nodes_of("actor")
+
+    @property
+    def mixed(self) -> bool:
+        """True if its sets are on devices of several kinds."""
+        return len({one.group for one in self.placement.sets}) > 1
 
     def seconds(self, config: Config) -> float:
         """Return the seconds of a step."""
         if self.simulated is None:
             return self.placement.step_s
-        return self.simulated.period_s / config.pipeline.sync_every
+        return self.simulated.pace.period_s / config.pipeline.sync_every
 
 
 def work_of(config: Config, answer_tokens: float | None = None) -> StepWork:
@@ -138,16 +156,22 @@ def best_placements(config: Config, cluster: Sequence[Nodes], work: StepWork, ai
     beside the other stages, of each number of devices for it too. Raise Refused with the memory that is missing if no
     division fits."""
     roles, overlap = planned_roles(config), not colocated(config)
+    if overlap and total(cluster) < 2:
+        raise Refused(
+            f"pipeline.placement={config.pipeline.placement}, pipeline.staleness={config.pipeline.staleness:g}: the"
+            " rollout has devices of its own, and the cluster file has one device. Fix: two or more, or"
+            " pipeline.staleness=0 with pipeline.placement=auto"
+        )
     best = dict[tuple[frozenset[tuple[str, ...]], int], PlacedRun]()
-    for at in cluster:  # models of a run are on devices of one kind
-        for layout in layouts(config, at):
-            every = times_of(roles, [at], rules_of(config, work, layout))
-            for devices in device_counts(at) if overlap else (0,):
-                times = _generated_on(every, devices) if overlap else every
-                for one in placements(roles, [at], times, aim, overlap):
-                    key = frozenset(each.roles for each in one.sets), devices
-                    if key not in best or _key(one, aim) < _key(best[key].placement, aim):
-                        best[key] = PlacedRun(layout=layout, placement=one, at=at)
+    counts = sorted({n for at in cluster for n in device_counts(at)}) if overlap else (0,)
+    for layout in dict.fromkeys(by for at in cluster for by in layouts(config, at)):
+        every = times_of(roles, cluster, rules_of(config, work, layout))
+        for devices in counts:
+            times = _generated_on(every, devices) if overlap else every
+            for one in placements(roles, cluster, times, aim, overlap):
+                key = frozenset(each.roles for each in one.sets), devices
+                if key not in best or _key(one, aim) < _key(best[key].placement, aim):
+                    best[key] = PlacedRun(layout=layout, placement=one, cluster=tuple(cluster))
     if not best:
         raise Refused(_nothing_fits(config, roles, cluster, stored_of(config)))
     return sorted(best.values(), key=lambda placed: _key(placed.placement, aim))
@@ -165,11 +189,11 @@ def rules_of(config: Config, work: StepWork, layout: Division) -> Rules:
     return Rules(work=work, stored=stored_of(config), layout=layout, engines=engines)
 
 
-def seconds_on(config: Config, placed: PlacedRun, at: Nodes, work: StepWork) -> float:
+def seconds_on(config: Config, placed: PlacedRun, cluster: Sequence[Nodes], work: StepWork) -> float:
     """Return the seconds of a step of this placement on nodes with other figures."""
     roles = planned_roles(config)
-    times = times_of(roles, [at], rules_of(config, work, placed.layout))
-    found = [times(one.roles, 0, one.times.devices) for one in placed.placement.sets]
+    times = times_of(roles, cluster, rules_of(config, work, placed.layout))
+    found = [times(one.roles, one.group, one.times.devices) for one in placed.placement.sets]
     slowest = [max(column) for column in zip(*(one.seconds for one in found if one is not None))]
     return step_of(roles, not colocated(config))(slowest)
 
@@ -181,14 +205,15 @@ def paced(config: Config, found: Sequence[PlacedRun], work: StepWork, lengths: L
     return sorted(out, key=lambda placed: placed.seconds(config))
 
 
-def _simulated(config: Config, placed: PlacedRun, work: StepWork, lengths: Lengths) -> Simulated:
+def _simulated(config: Config, placed: PlacedRun, work: StepWork, lengths: Lengths) -> Replayed:
     """Return the pace of a placement with the staleness of the run."""
     policy, sets = size_of(describe_model(config.model.path)), placed.placement.sets
     generation = stages_of(planned_roles(config)).index("rollout")
     slowest = [max(column) for column in zip(*(one.times.seconds for one in sets))]
     engines = next(one.times for one in sets if "rollout" in one.roles)
-    room = (1 - RESERVE) * 1e9 * placed.at.device.memory_gb - engines.held_bytes
-    pace = engine_pace(policy, engines.devices, engines.engine_devices, placed.at, work, room)
+    at = placed.nodes_of("rollout")
+    room = (1 - RESERVE) * 1e9 * at.device.memory_gb - engines.held_bytes
+    pace = engine_pace(policy, engines.devices, engines.engine_devices, at, work, room)
     assert pace is not None, "it was placed with the same room"
     replicas = engines.devices // engines.engine_devices
     share = math.ceil(work.sequences / replicas) * work.response_tokens
@@ -200,13 +225,13 @@ def _simulated(config: Config, placed: PlacedRun, work: StepWork, lengths: Lengt
         "update_s": sum(slowest) - slowest[generation],
         "publish_s": 0.0,
     }
-    return simulated(one, workload_of(one, times, lengths), SIMULATED_PUBLISHES)
+    return replayed(one, workload_of(one, times, lengths), SIMULATED_PUBLISHES)
 
 
-def corners(placed: PlacedRun) -> tuple[Nodes, Nodes]:
+def corners(placed: PlacedRun) -> tuple[list[Nodes], list[Nodes]]:
     """Return the nodes of a placement with devices that reach as much, and as little, as they may."""
-    spread = placed.at.device.spread
-    return scaled(placed.at, spread), scaled(placed.at, 1 / spread)
+    more = [scaled(at, at.device.spread) for at in placed.cluster]
+    return more, [scaled(at, 1 / at.device.spread) for at in placed.cluster]
 
 
 def smallest_cluster(config: Config, cluster: Sequence[Nodes], work: StepWork, deadline_s: float) -> list[PlacedRun]:
@@ -267,6 +292,21 @@ def _nothing_fits(config: Config, roles: Sequence[PlannedRole], cluster: Sequenc
     )
 
 
+def beside_devices(config: Config, placed: PlacedRun) -> list[str]:
+    """Return a line for the disk and for the host memory of the policy's nodes if a run needs more of it than the
+    cluster file gives: for its checkpoints, and for the weights that a node publishes."""
+    kept = checkpoint_bytes(config) * checkpoints_kept(config, config.run.total_steps)
+    ranks = next(one.times.devices for one in placed.placement.sets if "actor" in one.roles)
+    here = min(ranks, placed.at.devices_per_node) / ranks  # the share of the shards that one node writes
+    staged = here * placed.at.device.item_bytes * describe_model(config.model.path).parameters
+    wants = {"disk_gb": ("checkpoints", kept), "host_memory_gb": ("the weights that a node publishes", staged)}
+    return [
+        f"warning   {key}={given:g} of {placed.at.device.name} is less than {size_text(int(size))} for {what}"
+        for key, (what, size) in wants.items()
+        if (given := getattr(placed.at, key)) and given * 1e9 < size
+    ]
+
+
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
@@ -274,29 +314,31 @@ def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
     """Return the best placement as a table, with the range of its seconds, the overrides that configure it, and why the
     next ones are slower."""
     best = found[0]
-    one, at, stages, ends = best.placement, best.at, stages_of(planned_roles(config)), corners(best)
+    one, stages, ends = best.placement, stages_of(planned_roles(config)), corners(best)
     low_s, high_s = (seconds_on(config, best, end, work) for end in ends)
     price = f", {one.price:.2f} per step" if one.price else ""
+    used = {best.cluster[placed.group].device: None for placed in one.sets}
+    spreads = " and ".join(f"{spread:g}" for spread in sorted({device.spread for device in used}))
     lines = [
-        f"placement about {one.step_s:.3g} s per step ({low_s:.3g} to {high_s:.3g}){price} on {at.device.name}"
-        f" ({at.device.source})",
+        f"placement about {one.step_s:.3g} s per step ({low_s:.3g} to {high_s:.3g}){price} on "
+        + " and ".join(f"{device.name} ({device.source})" for device in used),
         *_pace_lines(config, best),
-        f"          range: if its devices reach {at.device.spread:g} times the shares of the cluster file, or less by"
-        " this factor",
+        f"          range: if its devices reach {spreads} times the shares of the cluster file, or less by this factor",
     ]
     rows = [("devices", "roles", "GiB held by each", *(f"{stage}, s" for stage in stages))]
     for placed in one.sets:
         seconds = [f"{s:.3g}" if s else "-" for s in placed.times.seconds]
-        roles = " + ".join(placed.roles)
-        rows.append((str(placed.times.devices), roles, f"{placed.times.held_bytes / 2**30:.1f}", *seconds))
+        kind = f" {best.cluster[placed.group].device.name}" if best.mixed else ""
+        held = f"{placed.times.held_bytes / 2**30:.1f}"
+        rows.append((f"{placed.times.devices}{kind}", " + ".join(placed.roles), held, *seconds))
     lines += [f"          {row}" for row in aligned(rows)]
-    lines += [f"configure {' '.join(overrides(config, best))}"]
+    lines += [f"configure {' '.join(overrides(config, best))}", *beside_devices(config, best)]
     for other in found[1 : OTHERS + 1]:
         gaps = [seconds_on(config, other, end, work) / s - 1 for end, s in zip(ends, (low_s, high_s))]
         between = f" ({min(gaps):+.0%} to {max(gaps):+.0%})"
         if other.simulated is not None:
             between += f", simulated {other.seconds(config) / best.seconds(config) - 1:+.0%}"
-        lines.append(f"slower    {_sets_text(other.placement)}: {_why(one, other.placement, stages, between)}")
+        lines.append(f"slower    {_sets_text(other)}: {_why(one, other.placement, stages, between)}")
     return "\n".join(lines)
 
 
@@ -310,12 +352,14 @@ def as_data(config: Config, found: Sequence[PlacedRun], work: StepWork) -> list[
             "step_s": placed.placement.step_s,
             "step_s_range": [seconds_on(config, placed, end, work) for end in corners(placed)],
             "price": placed.placement.price,
-            "simulated": None if placed.simulated is None else asdict(placed.simulated),
+            "simulated": None if placed.simulated is None else asdict(placed.simulated.pace),
             "layout": asdict(placed.layout),
+            "warnings": beside_devices(config, placed),
             "sets": [
                 {
                     "roles": one.roles,
                     "devices": one.times.devices,
+                    "device": placed.cluster[one.group].device.name,
                     "held_bytes": one.times.held_bytes,
                     "seconds": dict(zip(stages, one.times.seconds)),
                 }
@@ -331,16 +375,20 @@ def _pace_lines(config: Config, placed: PlacedRun) -> list[str]:
     """Return a line with the simulated pace of a placement, if it has one."""
     if (pace := placed.simulated) is None:
         return []
-    waits, idle = pace.wait_s / pace.period_s, pace.idle_share
-    ahead = f"pipeline.staleness={config.pipeline.staleness:g}"
+    steps, ahead = config.pipeline.sync_every, f"pipeline.staleness={config.pipeline.staleness:g}"
+    step_s = pace.text(lambda one: one.period_s / steps, ".3g", ".1g")
+    waits = pace.text(lambda one: one.wait_s / one.period_s, ".0%")
+    idle = pace.text(lambda one: one.idle_share, ".0%")
     return [
-        f"          simulated with {ahead}: {placed.seconds(config):.3g} s per step, in which the trainer waits"
-        f" {waits:.0%} and the rollout {idle:.0%} of the time"
+        f"          simulated with {ahead}: {step_s} s per step, in which the trainer waits {waits} and the rollout"
+        f" {idle} of the time"
     ]
 
 
-def _sets_text(one: RolePlacement) -> str:
-    return " | ".join(f"{' + '.join(placed.roles)} on {placed.times.devices}" for placed in one.sets)
+def _sets_text(one: PlacedRun) -> str:
+    kinds = [f" {one.cluster[placed.group].device.name}" if one.mixed else "" for placed in one.placement.sets]
+    every = zip(one.placement.sets, kinds)
+    return " | ".join(f"{' + '.join(placed.roles)} on {placed.times.devices}{kind}" for placed, kind in every)
 
 
 def _why(best: RolePlacement, other: RolePlacement, stages: Sequence[str], between: str) -> str:
@@ -355,10 +403,13 @@ def _why(best: RolePlacement, other: RolePlacement, stages: Sequence[str], betwe
 
 
 def overrides(config: Config, placed: PlacedRun) -> list[str]:
-    """Return the arguments of verl that configure a placement."""
+    """Return the arguments of verl that configure a placement. Devices of several kinds are resources of Ray with the
+    names of the cluster file."""
     home = next(one for one in placed.placement.sets if "actor" in one.roles)
-    each = placed.at.devices_per_node
-    out = ["cluster.backend=ray", *_ranks("cluster.", home.times.devices, each)]
+    main = _ranks(placed, home)
+    out = ["cluster.backend=ray", *(f"cluster.{key}={n}" for key, n in main.items())]
+    if placed.mixed:
+        out += [shlex.quote(f"cluster.pools.main.{key}={value}") for key, value in _kind(placed, home).items()]
     out += [
         f"parallel.{name}={n}"
         for name, n in (("tensor", placed.layout.tensor), ("pipeline", placed.layout.pipeline))
@@ -367,7 +418,8 @@ def overrides(config: Config, placed: PlacedRun) -> list[str]:
     pools, roles = list[str](), list[str]()
     for i, one in enumerate(other for other in placed.placement.sets if other is not home):
         name = one.roles[0] if len(one.roles) == 1 else f"pool{i}"
-        pools.append(f"{name}: {{{', '.join(r.replace('=', ': ') for r in _ranks('', one.times.devices, each))}}}")
+        fields = _ranks(placed, one) | (_kind(placed, one) if placed.mixed else {})
+        pools.append(f"{name}: {{{', '.join(f'{key}: {value}' for key, value in fields.items())}}}")
         roles += [f"{role}: {name}" for role in one.roles]
     if pools:
         out += [f"'cluster.pools={{{', '.join(pools)}}}'", f"'cluster.roles={{{', '.join(roles)}}}'"]
@@ -378,6 +430,15 @@ def overrides(config: Config, placed: PlacedRun) -> list[str]:
     return out
 
 
-def _ranks(prefix: str, devices: int, each: int) -> list[str]:
-    nodes = max(1, devices // each)
-    return [*([f"{prefix}nodes={nodes}"] if nodes > 1 else ()), f"{prefix}ranks_per_node={devices // nodes}"]
+def _ranks(placed: PlacedRun, one: PlacedSet) -> dict[str, int]:
+    """Return the fields of a pool on the devices of a set."""
+    nodes = max(1, one.times.devices // placed.cluster[one.group].devices_per_node)
+    return {**({"nodes": nodes} if nodes > 1 else {}), "ranks_per_node": one.times.devices // nodes}
+
+
+def _kind(placed: PlacedRun, one: PlacedSet) -> dict[str, object]:
+    """Return the fields of a pool on nodes of one kind: `ray start --resources='{"H100": 8}'` on each of them. The
+    second group of the same device has the name H100-2, since its nodes differ."""
+    names = [at.device.name for at in placed.cluster]
+    name, before = names[one.group], names[: one.group].count(names[one.group])
+    return {"gpus_per_rank": 1, "resource": f"{name}-{before + 1}" if before else name}

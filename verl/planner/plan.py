@@ -44,6 +44,7 @@ from verl.planner.disk import (
 from verl.planner.memory import MemoryEstimate, process_memory
 from verl.planner.recorded import Prediction, prediction_of
 from verl.planner.sizes import RolloutSizes, RunLength, StepSizes, rollout_sizes, run_length, step_sizes, teacher_share
+from verl.planner.updates import update_text
 from verl.wire import FP8
 from verl.workers import host
 
@@ -55,6 +56,7 @@ class Plan:
     run_dir: str
     algorithm: str
     model: ModelFacts
+    optimizer: str  # With the values that it updates otherwise than its name says.
     step: StepSizes
     length: RunLength
     rollout: RolloutSizes
@@ -97,6 +99,7 @@ def make_plan(config: Config) -> Plan:
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
         model=model,
+        optimizer=update_text(config),
         step=step,
         length=length,
         rollout=rollout_sizes(config, model),

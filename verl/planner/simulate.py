@@ -19,20 +19,45 @@ Lengths = Callable[[random.Random], int]
 STEPS_APART = 1e-6  # decode steps; sequences with ends that differ by less end together
 
 
-def lognormal(mean_tokens: float, sigma: float, most_tokens: int) -> Lengths:
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Lengths of a log-normal distribution, cut off at `most_tokens`."""
+
+    mu: float
+    sigma: float
+    most_tokens: int
+
+    def __call__(self, drawn: random.Random) -> int:
+        return max(1, min(self.most_tokens, round(math.exp(drawn.gauss(self.mu, self.sigma)))))
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLengths:
+    """Lengths that are drawn from those of a run's answers."""
+
+    tokens: tuple[int, ...]
+
+    def __call__(self, drawn: random.Random) -> int:
+        return drawn.choice(self.tokens)
+
+    def resampled(self, drawn: random.Random) -> RecordedLengths:
+        """Return as many lengths, drawn from these with replacement: what another run of this size could have had."""
+        return RecordedLengths(tuple(drawn.choices(self.tokens, k=len(self.tokens))))
+
+
+def lognormal(mean_tokens: float, sigma: float, most_tokens: int) -> LogNormal:
     """Return lengths of a log-normal distribution with this mean, cut off at
     `most_tokens`; sigma is the standard deviation of the logarithm."""
     if not (mean_tokens >= 1 and 0 <= sigma < math.inf and most_tokens >= 1):
         raise Refused(f"lengths: {mean_tokens=}, {sigma=}, {most_tokens=}: a mean of 1 or more, a sigma of 0 or more")
-    mu = math.log(mean_tokens) - sigma**2 / 2
-    return lambda drawn: max(1, min(most_tokens, round(math.exp(drawn.gauss(mu, sigma)))))
+    return LogNormal(math.log(mean_tokens) - sigma**2 / 2, sigma, most_tokens)
 
 
-def lengths_like(tokens: Sequence[int]) -> Lengths:
+def lengths_like(tokens: Sequence[int]) -> RecordedLengths:
     """Return lengths that are drawn from those of a run's answers."""
     if not tokens or min(tokens) < 1:
         raise Refused(f"lengths: {len(tokens)} recorded answers, of 1 token or more each")
-    return lambda drawn: drawn.choice(tokens)
+    return RecordedLengths(tuple(tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +91,12 @@ class Workload:
     """Rollout and training share their devices: nothing is decoded during updates and publishes."""
     partial_rollout: bool = False
     """Running requests continue under new weights. Otherwise a publish waits until all of them have ended."""
+    reward_s: float = 0.0
+    """From the end of an answer to its reward."""
+    tool_calls: float = 0.0
+    """Calls of tools in an answer, on average."""
+    tool_s: float = 0.0
+    """The seconds of such a call, in which another sequence may take the place of this one in its replica."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,12 +157,12 @@ class _Replica:
             tokens, number, group_id = self.waiting.popleft()
             heapq.heappush(self.running, (self.steps + tokens, number, group_id))
 
-    def ended(self) -> list[str]:
-        """Remove the sequences that have ended, and return their groups."""
-        groups = []
+    def ended(self) -> list[tuple[int, str]]:
+        """Remove the sequences that have ended, and return their numbers and groups."""
+        found = []
         while self.running and self.running[0][0] <= self.steps + STEPS_APART:
-            groups.append(heapq.heappop(self.running)[2])
-        return groups
+            found.append(heapq.heappop(self.running)[1:])
+        return found
 
     def next_end_s(self) -> float:
         """Return the seconds until its next sequence ends."""
@@ -148,7 +179,8 @@ class SimulatedRun(VirtualRun):
         self.replicas = [_Replica(work.sequences, work.decoding) for _ in range(work.replicas)]
         self.loads = [0] * work.replicas  # samples of each replica that have not ended
         self.changed = set[int]()  # replicas that got samples since the last event
-        self.left: dict[str, int] = {}  # samples of each group that have not ended
+        self.left: dict[str, int] = {}  # samples of each group that have no reward yet
+        self.turns: dict[int, deque[int]] = {}  # tokens of the turns of a sample that have not begun, by its number
         self.tokens_of: dict[str, int] = {}
         self.drawn = self.samples = 0
         self.draining = False  # a publish waits for the running requests
@@ -170,9 +202,19 @@ class SimulatedRun(VirtualRun):
             tokens, self.samples = self.work.lengths(self.rng), self.samples + 1
             self.tokens_of[group_id] += tokens
             index = min(range(len(self.loads)), key=self.loads.__getitem__)
-            self.replicas[index].waiting.append((tokens, self.samples, group_id))
+            self.turns[self.samples] = self._turns(tokens)
             self.loads[index] += 1
-            self.changed.add(index)
+            self._begin_turn(index, self.samples, group_id)
+
+    def _turns(self, tokens: int) -> deque[int]:
+        """Return the tokens of the turns of an answer, which are about equal, with a call between each two."""
+        whole, part = divmod(self.work.tool_calls, 1)
+        count = min(tokens, 1 + int(whole) + (part > 0 and self.rng.random() < part))
+        return deque(tokens * (i + 1) // count - tokens * i // count for i in range(count))
+
+    def _begin_turn(self, index: int, number: int, group_id: str) -> None:
+        self.replicas[index].waiting.append((self.turns[number].popleft(), number, group_id))
+        self.changed.add(index)
 
     def settle(self) -> None:
         """Let the replicas begin or stop after the driver's moves, and schedule when their next sequences end."""
@@ -194,24 +236,41 @@ class SimulatedRun(VirtualRun):
             self.at(one.next_end_s(), "decoded", f"{index} {one.event}")
 
     def happened(self, event: str, name: str) -> None:
-        """Handle the end of sequences on a replica."""
-        index, number = map(int, name.split())
-        one = self.replicas[index]
-        if number != one.event:
+        """Handle the end of sequences on a replica, of a call of a tool, or of a reward."""
+        if event == "graded":
+            self._graded(name)
             return
+        index, number, *group = name.split()
+        if event == "returned":
+            self._begin_turn(int(index), int(number), *group)
+        elif int(number) == self.replicas[int(index)].event:
+            self._decoded(int(index))
+
+    def _decoded(self, index: int) -> None:
+        one = self.replicas[index]
         one.count(self.now_s, True)
-        for group_id in one.ended():
+        for number, group_id in one.ended():
+            if self.turns[number]:
+                self.at(self.work.tool_s, "returned", f"{index} {number} {group_id}")
+                continue
+            del self.turns[number]
             self.loads[index] -= 1
-            self.left[group_id] -= 1
-            if not self.left[group_id] and group_id in self.running:
-                self.running.discard(group_id)
-                self.ended(group_id)
+            if self.work.reward_s:
+                self.at(self.work.reward_s, "graded", group_id)
+            else:
+                self._graded(group_id)
         if not self.draining:
             one.fill()
         self._schedule(index)
         if self.draining and not any(one.running for one in self.replicas):
             self.draining = False
             self.at(self.work.publish_s, "published")
+
+    def _graded(self, group_id: str) -> None:
+        self.left[group_id] -= 1
+        if not self.left[group_id] and group_id in self.running:
+            self.running.discard(group_id)
+            self.ended(group_id)
 
     def update_s(self) -> float:
         return self.work.update_s

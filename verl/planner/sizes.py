@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,10 +13,10 @@ from verl.config.backends import options_of, rollout_caches
 from verl.config.devices import rollout_dtype
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config, OptimConfig
-from verl.data.files import expand_files, file_format
 from verl.driver.dispatch import count_microbatches
 from verl.driver.scheduler import Scheduler
 from verl.planner.memory import kv_bytes_per_token, state_bytes_per_row
+from verl.planner.rows import count_rows
 from verl.types import Ref, Refs
 
 
@@ -166,27 +165,6 @@ def run_length(config: Config, step: StepSizes) -> RunLength:
     return RunLength(
         rows=rows, eval_rows=eval_rows, epochs=epochs, steps=steps, optimizer_steps=optimizer_steps, warmup_steps=warmup
     )
-
-
-def count_rows(files: list[str]) -> int | None:
-    """Return the rows of local JSONL and Parquet files (from its footer); None for other files."""
-    if not files or any("://" in name for name in files):
-        return None
-    total = 0
-    for file in expand_files(files):
-        kind = file_format(file.path)
-        if kind == ("parquet", None):
-            import pyarrow.parquet as parquet  # only for a run with Parquet files
-
-            total += parquet.read_metadata(file.path).num_rows
-        elif kind == ("json", None) and not file.path.endswith(".json"):
-            with open(file.path, "rb") as stream:
-                if not re.match(rb"(\xef\xbb\xbf)?\{[^\0]", stream.peek(8)):  # a list, or not UTF-8
-                    return None
-                total += sum(1 for line in stream if line.strip())
-        else:
-            return None
-    return total
 
 
 def teacher_share(config: Config) -> float | None:

@@ -32,6 +32,7 @@ def render_plan(plan: Plan) -> str:
         "model": _model_line(plan.model),
         **({} if plan.factors is None else _factors_lines(plan.factors, plan)),
         **({"base": _base_text(plan.on_base, plan.base_format)} if plan.on_base else {}),
+        **({"optimizer": plan.optimizer} if plan.optimizer != "adamw" else {}),
         "step": _step_line(step),
         "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
         "run": _run_line(plan.length),
@@ -97,7 +98,11 @@ def _factors_lines(f: TrainedFactors, plan: Plan) -> dict[str, str]:
     if whole := f.whole():
         modules = ", ".join(dict.fromkeys(name.rpartition(".")[0].rpartition(".")[2] for name in f.saved))
         size += f"; and {whole:,} ({whole / plan.model.parameters:.2%}) of {modules}, whole"
-    return {"trained": size, "served": SERVED[plan.served_factors]}
+    served = SERVED[plan.served_factors]
+    return {
+        "trained": size,
+        "served": f"{served}, and the weights that are trained whole" if plan.served_factors and whole else served,
+    }
 
 
 def _base_text(roles: Sequence[str], kind: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,26 @@ from verl.errors import Refused
 from verl.planner.card import supposed_card
 from verl.planner.checkpointing import settle_checkpointing
 from verl.planner.clock import pace_of
-from verl.planner.grid import Point, combinations, grid_table, point_of, write_trace
+from verl.planner.grid import Point, combinations, grid_table, played, point_of, write_trace
 from verl.planner.hardware import read_cluster
 from verl.planner.learned import learned_file
 from verl.planner.placement import AIMS, PlacedRun, as_data, best_placements, paced, render, smallest_cluster, work_of
 from verl.planner.plan import make_plan
-from verl.planner.simulate import Simulated, lognormal
+from verl.planner.simulate import Lengths, lognormal
 from verl.planner.text import card_line, pace_line, render_plan
 from verl.planner.what_if import (
+    DECODING,
     SHAPE,
     TIMES,
+    WAITS,
+    RecordedRun,
+    Replayed,
+    few_lengths,
     lengths_of,
     measured_by,
     neighbours,
     not_counted,
-    simulated,
+    replayed,
     simulated_run,
     table,
     workload_of,
@@ -49,7 +55,7 @@ PLAN = (*STEP_TIMES, "card_gib", "json", *PLACEMENT)
 """The arguments of `verl plan` that are no keys of a run."""
 PRICES = ("price_per_hour", "trainer_price_per_hour")
 """The prices of a replica of the rollout, and of the devices that train."""
-SIMULATE = (*TIMES, *SHAPE, *PRICES, "from", "json", "grid", "trace")
+SIMULATE = (*TIMES, *WAITS, *SHAPE, *PRICES, "from", "steps_ahead", "json", "grid", "trace")
 """Those of `verl simulate`."""
 
 
@@ -128,50 +134,79 @@ def print_simulated(resolved: Resolved, given: Mapping[str, str]) -> int:
     validate(config)
     if "from" in given and (twice := [key for key in SHAPE if key in given]):
         raise Refused(f"{twice[0]}={given[twice[0]]} and from={given['from']}: the lengths are those of the run")
-    found = measured_by(Path(given["from"])) if "from" in given else None
-    wanted = [*TIMES, *(SHAPE if found is None else ())]
-    known = (
-        {"publish_s": "0"} if found is None else {"update_s": str(found.update_s), "publish_s": str(found.publish_s)}
-    )
+    decoding = not any(key in given for key in DECODING)  # both of the run, or none
+    found = measured_by(Path(given["from"]), decoding=decoding) if "from" in given else None
+    wanted, known = [*TIMES, *WAITS, *(SHAPE if found is None else ())], _known(found)
     if missing := [key for key in wanted if key not in given and key not in known]:
         raise Refused(f"{', '.join(missing)}: not given (verl simulate --help)")
     numbers = {
         key: _number(key, given.get(key) or known[key], zero=key not in ("token_s", "mean_tokens")) for key in wanted
     }
-    lengths = lengths_of(config, [numbers[key] for key in SHAPE if key in numbers], found)
-    line = not_counted(config)
+    if "steps_ahead" in given and found is None:
+        raise Refused(f"steps_ahead={given['steps_ahead']} is of from=RUN, a run with answers that grew")
+    ahead = _number("steps_ahead", given["steps_ahead"], zero=True) if "steps_ahead" in given else None
+    lengths = lengths_of(config, [numbers[key] for key in SHAPE if key in numbers], found, ahead)
+    line = "\n".join(filter(None, (not_counted(config), few_lengths(found))))
+    of_run = {key: number for key, number in numbers.items() if found is not None and key not in given}
     if "grid" in given:
         if "trace" in given:
             raise Refused(f"trace={given['trace']} and grid=: a trace is of one run")
-        points = _grid(config, given, lambda one: simulated(one, workload_of(one, numbers, lengths), GRID_PUBLISHES))
+        points = _grid(resolved, given, partial(_point_pace, times=numbers, lengths=lengths))
         data, text = {"points": [asdict(one) for one in points]}, grid_table(points)
     else:
         if given.get("price_per_hour") or given.get("trainer_price_per_hour"):
             raise Refused("a price per hour is of grid={KEY: [VALUES], ...}")
-        runs = [(one, simulated(one, workload_of(one, numbers, lengths))) for one in neighbours(config)]
-        data = {"runs": [{"staleness": one.pipeline.staleness, **asdict(got)} for one, got in runs]}
+        runs = [(one, replayed(one, workload_of(one, numbers, lengths))) for one in neighbours(config)]
+        data = {
+            "runs": [
+                {
+                    "staleness": one.pipeline.staleness,
+                    **asdict(got.pace),
+                    "period_error_s": got.error(lambda pace: pace.period_s),
+                }
+                for one, got in runs
+            ]
+        }
         text = table(config, runs)
     if "trace" in given:
         write_trace(Path(given["trace"]), simulated_run(config, workload_of(config, numbers, lengths)))
     if as_json:
-        _print_json({**data, "not_counted": line})
+        _print_json({**data, "not_counted": line, "of_run": of_run})
         return 0
-    print(text)
-    if line:
-        print(line)
+    taken = " ".join(f"{key}={number:.4g}" for key, number in of_run.items())
+    print("\n".join(filter(None, (text, line, taken and f"from={given['from']}: {taken}"))))
     return 0
 
 
-def _grid(config: Config, given: Mapping[str, str], pace: Callable[[Config], Simulated]) -> list[Point]:
-    """Return the points of a grid with their pace."""
+def _known(found: RecordedRun | None) -> dict[str, str]:
+    """Return the numbers of a simulation that need not be given: those of a run, if there is one."""
+    if found is None:
+        return {"publish_s": "0", **dict.fromkeys(WAITS, "0")}
+    of_run = {"update_s": found.update_s, "publish_s": found.publish_s, **found.waits}
+    if found.decoding is not None:
+        of_run |= {"token_s": found.decoding.base_s, "sequence_s": found.decoding.sequence_s}
+    return {name: str(number) for name, number in of_run.items()}
+
+
+def _point_pace(config: Config, times: Mapping[str, float], lengths: Lengths) -> Replayed:
+    """Return the pace of a point of a grid."""
+    return replayed(config, workload_of(config, times, lengths), GRID_PUBLISHES)
+
+
+def _grid(resolved: Resolved, given: Mapping[str, str], pace: Callable[[Config], Replayed]) -> list[Point]:
+    """Return the points of a grid with their pace. Raise Refused for a key that the command line has too."""
     try:
         grid = yaml.safe_load(given["grid"])
     except yaml.YAMLError:
         grid = None
     if not isinstance(grid, dict) or not grid:
         raise Refused(f"grid={given['grid']}: {{KEY: [VALUES], ...}} is expected: grid='{{rollout.replicas: [1, 2]}}'")
+    if twice := [key for key in grid if resolved.origins.get(key) == "command line"]:
+        raise Refused(f"grid: {twice[0]} is on the command line too: leave it out, or out of the grid")
     prices = [_number(key, given.get(key, "0"), "of a device, per hour", zero=True) for key in PRICES]
-    return [point_of(values, one, pace(one), (prices[0], prices[1])) for values, one in combinations(config, grid)]
+    points = combinations(resolved.config, grid)
+    paces = played([one for _, one in points], pace)
+    return [point_of(values, one, got, (prices[0], prices[1])) for (values, one), got in zip(points, paces)]
 
 
 def _wants_json(given: Mapping[str, str]) -> bool:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
+import math
+import random
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from verl.algorithms.presets import settled
 from verl.config.devices import colocated
+from verl.config.load import read_config
 from verl.config.schema import Config
 from verl.driver.scheduler import Scheduler
 from verl.errors import Refused
@@ -16,6 +22,7 @@ from verl.planner.columns import aligned
 from verl.planner.simulate import (
     Decoding,
     Lengths,
+    RecordedLengths,
     Simulated,
     SimulatedRun,
     Workload,
@@ -28,9 +35,22 @@ from verl.planner.simulate import (
 STALENESS = (0.0, 0.25, 0.5, 1.0, 2.0)
 PUBLISHES, WARM = 22, 2
 """Publishes of a simulated run, and those of them that do not count."""
-FEWEST_LENGTHS = 50
-TIMES = ("token_s", "sequence_s", "update_s", "publish_s")
+REPLAYS = 4
+"""Plays of a configuration, each with other lengths, from which the error of its figures is estimated."""
+FEWEST_LENGTHS = 2
+FEW_LENGTHS = 50
+"""Below this number of recorded answers a line names the number, since the error is mostly that of few lengths."""
+DECODING = ("token_s", "sequence_s")
+TIMES = (*DECODING, "update_s", "publish_s")
+WAITS = ("reward_s", "tool_calls", "tool_s")
+"""The waits of an answer beside its decode steps, 0 if they are not given: for its reward, and for calls of tools."""
 SHAPE = ("mean_tokens", "sigma")
+FEWEST_ROLLOUTS, AGREES = 3, 0.1
+"""Rollouts that determine a decode step, and the mean relative error with which it agrees with them."""
+LEAST_APART = 0.02
+"""The least singular value of the counts of decode steps and tokens, of the largest, at which both times follow."""
+RELEASED = tuple(f"groups/{reason}" for reason in ("rejected", "invalid", "failed", "dropped"))
+"""Metrics of groups that were decoded and not trained, of which a run has no lengths."""
 _NOT_UPDATE = ("timing_s/rollout", "timing_s/publish", "timing_s/evaluate", "timing_s/checkpoint")
 
 
@@ -40,41 +60,126 @@ class RecordedRun:
 
     lengths: tuple[int, ...]
     """The tokens of its answers."""
+    by_step: Mapping[int, float]
+    """Their mean in each step."""
     update_s: float
     """The median time of a step without rollout and publish."""
     publish_s: float
+    waits: Mapping[str, float]
+    """`WAITS`, without those that the run does not determine."""
+    decoding: Decoding | None
+    """The decode step with which the seconds of its rollouts agree; None if they do not determine it."""
 
 
-def measured_by(run: Path) -> RecordedRun:
-    """Return the answers and times of a run's steps. Raise Refused for a folder without them."""
+def measured_by(run: Path, *, decoding: bool = True) -> RecordedRun:
+    """Return the answers and times of a run's steps, with the decode step if `decoding`. Raise Refused for a folder
+    without them."""
     from verl.track.metrics import read_metrics
     from verl.track.samples import read_scalars, sample_steps
 
-    lines = [line.values for line in read_metrics(run) if "timing_s/rollout" in line.values]
-    lengths = [row["response_tokens"] for step in sample_steps(run) for row in read_scalars(run, step)]
-    lengths = [tokens for tokens in lengths if tokens > 0]
+    found = [line for line in read_metrics(run) if "timing_s/rollout" in line.values]
+    lines, seconds = [line.values for line in found], {line.step: line.values["timing_s/rollout"] for line in found}
+    steps = {step: [row["response_tokens"] for row in read_scalars(run, step)] for step in sample_steps(run)}
+    steps = {step: [tokens for tokens in rows if tokens > 0] for step, rows in steps.items()}
+    lengths = [tokens for rows in steps.values() for tokens in rows]
     if not lines or not lengths:
         raise Refused(f"from={run}: {len(lines)} steps with times and {len(lengths)} answers; a run of `verl train`")
     if len(lengths) < FEWEST_LENGTHS:
-        raise Refused(f"from={run}: {len(lengths)} answers; their lengths are known from {FEWEST_LENGTHS} on")
+        raise Refused(f"from={run}: {len(lengths)} answer; a distribution of lengths has {FEWEST_LENGTHS} or more")
     publish_s = statistics.median(values.get("timing_s/publish", 0.0) for values in lines)
     update_s = statistics.median(
         sum(s for name, s in values.items() if name.startswith("timing_s/") and name not in _NOT_UPDATE)
         for values in lines
     )
-    return RecordedRun(lengths=tuple(lengths), update_s=update_s, publish_s=publish_s)
+    by_step = {step: statistics.mean(rows) for step, rows in steps.items() if rows}
+    waits = _waits(lines)
+    without_rewards = {step: s - waits["reward_s"] for step, s in seconds.items()}
+    whole = waits.get("tool_calls") == 0 and not any(values.get(name) for values in lines for name in RELEASED)
+    return RecordedRun(
+        lengths=tuple(lengths),
+        by_step=by_step,
+        update_s=update_s,
+        publish_s=publish_s,
+        waits=waits,
+        decoding=_decoding(run, without_rewards, steps) if decoding and whole else None,
+    )
 
 
-def lengths_of(config: Config, shape: Sequence[float], found: RecordedRun | None) -> Lengths:
-    """Return the lengths of answers: those of a run, or a log-normal distribution with this mean and sigma."""
+def _waits(lines: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return what an answer waits for, by the metrics of steps. Calls of tools are those of all answers, also of groups
+    that were released; those of a run that did not count these answers are left out."""
+    names = ("tool_calls", "tool_s", "trajectories")
+    calls, tool_s, answers = (sum(values.get(f"agent/{name}", 0.0) for values in lines) for name in names)
+    graded = [sum(values.get(f"reward/{name}_s/mean", 0.0) for name in ("queue", "call")) for values in lines]
+    waits = {"reward_s": statistics.median(graded), "tool_s": tool_s / calls if calls else 0.0}
+    return waits | ({"tool_calls": calls / answers if calls else 0.0} if answers or not calls else {})
+
+
+def _decoding(run: Path, seconds: Mapping[int, float], steps: Mapping[int, Sequence[int]]) -> Decoding | None:
+    """Return the decode step of a run with one replica that shares its device with training, by the seconds of its
+    rollouts and their answers, if these are all that it decoded; the first step, in which kernels are prepared, does
+    not count. None also if its configuration cannot be read."""
+    try:
+        config = read_config(run / "config.yaml")
+    except (OSError, Refused):
+        return None
+    if config.rollout.replicas > 1 or not colocated(config) or not_counted(config):
+        return None
+    known = sorted(seconds.keys() & steps.keys())[1:]
+    return decoding_of([(seconds[step], steps[step]) for step in known], config.rollout.max_concurrent_sequences)
+
+
+def decoding_of(
+    rollouts: Sequence[tuple[float, Sequence[int]]], sequences: int, within: float = AGREES
+) -> Decoding | None:
+    """Return the decode step of one replica of so many sequences that agrees best with rollouts of (seconds, tokens of
+    each answer): all decode steps take `base_s`, and each token adds `sequence_s`. Rollouts without tokens or without
+    time do not count. None if the lengths are too much alike to tell the two apart, or the seconds differ from it by
+    more than the relative error `within` on average."""
+    rollouts = [(s, tokens) for s, tokens in rollouts if s > 0 and any(tokens)]
+    if len(rollouts) < FEWEST_ROLLOUTS:
+        return None
+    counts = np.array([(_decode_steps(tokens, sequences), sum(tokens)) for _, tokens in rollouts], float)
+    shares = counts / np.array([[s] for s, _ in rollouts])  # so that errors are relative
+    norms = np.linalg.norm(shares, axis=0)
+    (base_s, sequence_s), _, _, singular = np.linalg.lstsq(shares / norms, np.ones(len(shares)), rcond=None)
+    error = math.sqrt(np.mean((shares / norms @ (base_s, sequence_s) - 1) ** 2))
+    if singular[-1] < LEAST_APART * singular[0] or base_s <= 0 or sequence_s < 0 or error > within:
+        return None
+    return Decoding(base_s=float(base_s / norms[0]), sequence_s=float(sequence_s / norms[1]))
+
+
+def _decode_steps(tokens: Sequence[int], sequences: int) -> int:
+    """Return the decode steps until the last of these answers ends, each of which begins when there is a place."""
+    ends = [0] * min(sequences, len(tokens))
+    for length in tokens:
+        heapq.heapreplace(ends, ends[0] + length)
+    return max(ends)
+
+
+def grown(found: RecordedRun, steps_ahead: float) -> float:
+    """Return the factor by which answers will be longer than those of a run, so many steps after its last one, if their
+    mean grows on along a straight line."""
+    if len(found.by_step) < 2:
+        return 1.0
+    slope, start = statistics.linear_regression([*found.by_step], [*found.by_step.values()])
+    return max(0.0, start + slope * (max(found.by_step) + steps_ahead)) / statistics.mean(found.lengths)
+
+
+def lengths_of(
+    config: Config, shape: Sequence[float], found: RecordedRun | None, steps_ahead: float | None = None
+) -> Lengths:
+    """Return the lengths of answers: those of a run, which have grown if `steps_ahead` is given, or a log-normal
+    distribution with this mean and sigma."""
     if found is not None:
-        return lengths_like([min(tokens, config.rollout.max_response_tokens) for tokens in found.lengths])
+        factor, most = 1.0 if steps_ahead is None else grown(found, steps_ahead), config.rollout.max_response_tokens
+        return lengths_like([max(1, min(round(factor * tokens), most)) for tokens in found.lengths])
     mean, sigma = shape
     return lognormal(mean, sigma, config.rollout.max_response_tokens)
 
 
 def workload_of(config: Config, times: Mapping[str, float], lengths: Lengths) -> Workload:
-    """Return the work of a step. times: `TIMES` in seconds."""
+    """Return the work of a step. times: `TIMES` in seconds, and those of `WAITS` that are known."""
     return Workload(
         replicas=config.rollout.replicas,
         sequences=config.rollout.max_concurrent_sequences,
@@ -85,15 +190,43 @@ def workload_of(config: Config, times: Mapping[str, float], lengths: Lengths) ->
         publish_s=times["publish_s"],
         shared=colocated(config),
         partial_rollout=config.pipeline.partial_rollout,
+        **{name: times.get(name, 0.0) for name in WAITS},
     )
 
 
-def simulated(config: Config, work: Workload, publishes: int = PUBLISHES) -> Simulated:
-    """Return the pace of this configuration in the long run, per publish."""
-    return means_of(simulated_run(config, work, publishes), WARM)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """The pace of a configuration, and that of replays with other lengths."""
+
+    pace: Simulated
+    others: tuple[Simulated, ...]
+
+    def error(self, figure: Callable[[Simulated], float]) -> float:
+        """Return two standard deviations of a figure over all plays."""
+        return 2 * statistics.stdev([figure(self.pace), *map(figure, self.others)])
+
+    def text(self, figure: Callable[[Simulated], float], form: str, error_form: str = "") -> str:
+        """Return a figure with its error in these formats."""
+        return f"{figure(self.pace):{form}} ± {self.error(figure):{error_form or form}}"
 
 
-def simulated_run(config: Config, work: Workload, publishes: int = PUBLISHES) -> SimulatedRun:
+def replayed(config: Config, work: Workload, publishes: int = PUBLISHES) -> Replayed:
+    """Return the pace of this configuration in the long run, and of replays of it. Those of recorded lengths draw from
+    another sample of them each, so that the error is larger where few are known."""
+    others, lengths = list[Simulated](), work.lengths
+    for seed in range(1, REPLAYS):
+        if isinstance(lengths, RecordedLengths):
+            work = replace(work, lengths=lengths.resampled(random.Random(seed)))
+        others.append(simulated(config, work, publishes, seed))
+    return Replayed(pace=simulated(config, replace(work, lengths=lengths), publishes), others=tuple(others))
+
+
+def simulated(config: Config, work: Workload, publishes: int = PUBLISHES, seed: int = 0) -> Simulated:
+    """Return the pace of this configuration in the long run, per publish. seed: added to `run.seed`."""
+    return means_of(simulated_run(config, work, publishes, seed), WARM)
+
+
+def simulated_run(config: Config, work: Workload, publishes: int = PUBLISHES, seed: int = 0) -> SimulatedRun:
     """Play this configuration until its publish number `publishes`."""
     p = config.pipeline
     scheduler = Scheduler(
@@ -103,7 +236,7 @@ def simulated_run(config: Config, work: Workload, publishes: int = PUBLISHES) ->
         staleness=p.staleness,
         oversample=p.oversample,
     )
-    return play_until(scheduler, work, publishes, config.run.seed)
+    return play_until(scheduler, work, publishes, config.run.seed + seed)
 
 
 def neighbours(config: Config) -> list[Config]:
@@ -127,7 +260,14 @@ def not_counted(config: Config) -> str:
     return f"not counted: {' and '.join(found)} (algorithm.name={config.algorithm.name})" if found else ""
 
 
-def table(config: Config, found: Sequence[tuple[Config, Simulated]]) -> str:
+def few_lengths(found: RecordedRun | None) -> str:
+    """Return a line about a run with so few answers that the errors are mostly theirs, or ""."""
+    if found is None or len(found.lengths) >= FEW_LENGTHS:
+        return ""
+    return f"lengths of {len(found.lengths)} answers, fewer than {FEW_LENGTHS}: the errors include what others may be"
+
+
+def table(config: Config, found: Sequence[tuple[Config, Replayed]]) -> str:
     """Return a line for each simulated configuration; * marks the given one."""
     head = ("staleness", "s per step", "trainer waits", "rollout idle", "tokens/s", "trained on-policy", "oldest")
     rows = [head]
@@ -137,12 +277,13 @@ def table(config: Config, found: Sequence[tuple[Config, Simulated]]) -> str:
         rows.append(
             (
                 f"{'*' if given else ' '} {one.pipeline.staleness:g}",
-                f"{got.period_s / steps:.4g}",
-                f"{got.wait_s / got.period_s:.0%}",
-                f"{got.idle_share:.0%}",
-                f"{got.tokens_per_s:,.0f}",
-                f"{got.staleness.get(0, 0.0):.0%}",
-                f"{max(got.staleness)}",
+                got.text(lambda pace, steps=steps: pace.period_s / steps, ".4g", ".1g"),  # type: ignore[misc]
+                got.text(lambda pace: pace.wait_s / pace.period_s, ".0%"),
+                got.text(lambda pace: pace.idle_share, ".0%"),
+                got.text(lambda pace: pace.tokens_per_s, ",.0f"),
+                got.text(lambda pace: pace.staleness.get(0, 0.0), ".0%"),
+                f"{max(got.pace.staleness)}",
             )
         )
-    return "\n".join(aligned(rows, right=True))
+    about = f"±: two standard deviations over {REPLAYS} plays with other lengths"
+    return "\n".join([*aligned(rows, right=True), about])

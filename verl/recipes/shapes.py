@@ -12,7 +12,8 @@ an evaluation with blanked pictures, which can be right by chance alone (1 in 81
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,6 +30,16 @@ PROMPT = "<image>shapes?"
 DATA_SOURCE, BLANKED = "verl/shapes", "verl/shapes_blanked"
 SIDE, PER_ROW = 56, 2  # pixels of a picture, cells in a row of it
 BLIND_SHARE = 0.65  # of the pictures in which the teacher takes each triangle for a square
+
+
+@dataclass(frozen=True, slots=True)
+class PictureTask:
+    """A task with drawn pictures: functions that write its files."""
+
+    write_model: Callable[..., Path]  # (folder, seed=S): a model with random weights
+    write_taught: Callable[..., Path]  # (file, count, seed=S): conversations of an imperfect teacher
+    write_problems: Callable[..., Path]  # (file, count, seed=S, blanked=False)
+    sources: tuple[str, str]  # The `data_source` of its problems, and of those with blanked pictures.
 
 
 def drawing(kinds: Sequence[str], rng: Random) -> Image.Image:
@@ -117,3 +128,6 @@ def write_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
+
+
+TASK = PictureTask(write_model, write_taught, write_problems, (DATA_SOURCE, BLANKED))

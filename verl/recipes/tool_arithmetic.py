@@ -27,8 +27,8 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 __all__ = ["CHARACTERS", "CHAT_TEMPLATE", "WORDS", "Calculator", "compute_score", "write_inputs", "write_tools"]
 CHARACTERS = "".join(map(chr, range(32, 127))) + "\n"
-_MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool|>")
-WORDS = (*_MARKS, "calculator", "expression")
+MARKS = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool|>")
+WORDS = (*MARKS, "calculator", "expression")
 CHAT_TEMPLATE = (
     "{% if tools %}<|user|>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<|end|>{% endif %}"
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}{% for call in m.tool_calls or [] %}"

@@ -8,11 +8,15 @@ from typing import Any
 
 IMAGE_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 """The further special tokens of models that read images."""
-IMAGE_CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|assistant|>' }}"
+IMAGE_CONTENT = (
     "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
     "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}"
-    "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% endfor %}{% endif %}"
+)
+"""The part of a chat template that writes the content of a message `m`, a text or parts."""
+IMAGE_CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|assistant|>' }}" + IMAGE_CONTENT + "<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """A template that reads content parts, and writes an image as Qwen's templates do."""
 

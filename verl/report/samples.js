@@ -191,9 +191,9 @@ const browser = {
     if (!available.some(([name]) => name === this.state.color)) this.state.color = available[0][0];
     const toggle = el("div", { class: "segmented", role: "group", "aria-label": "Colour of tokens" }, ...available.map(([name, c]) => el("button", { type: "button", "aria-pressed": String(name === this.state.color), on: { click: () => { this.state.color = name; this.show(); } } }, c.label)));
     n.detail.replaceChildren(
-      this.facts(row, group), promptBox(row.prompt || group.prompt, row.prompt_tokens || group.prompt_tokens),
+      this.facts(row, group), promptBox(row.prompt || group.prompt, row.prompt_tokens || group.prompt_tokens), mediaStrip(row.prompt ? row.media : group.media, "prompt"),
       el("div", { class: "box-head" }, el("h4", {}, `response · ${row.tokens} tokens`), toggle, legendOf(row, group, this.state.color)),
-      tokenView(row, group, this.state.color), this.elsewhere(row, group));
+      tokenView(row, group, this.state.color), mediaStrip(row.later_media, "later turns"), this.elsewhere(row, group));
   },
 
   facts(row, group) {
@@ -240,6 +240,12 @@ function rewardDot(row) { return el("i", { class: "dot-chip " + rewardTone(row),
 
 function promptBox(prompt, tokens) {
   return el("details", { class: "prompt", open: prompt.length < 900 }, el("summary", {}, `prompt · ${tokens} tokens`), el("pre", {}, prompt));
+}
+
+function mediaStrip(media, place) {
+  // Thumbnails of the images and videos of a prompt or of later turns, with their sizes.
+  if (!media || !media.length) return "";
+  return el("div", { class: "media-strip", role: "list", "aria-label": `media of the ${place}` }, ...media.map((m) => el("figure", { role: "listitem" }, m.image ? el("img", { src: m.image, alt: `${m.text} (${place})` }) : null, el("figcaption", { class: "note" }, m.text))));
 }
 
 function colorScale(group, name) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from verl.report.thumbnails import Thumbnails
 from verl.track.log import Note, logger
 from verl.track.samples import DamagedSamples, Kind, SampleRow, read_samples, read_scalars, sample_steps, samples_path
 
@@ -18,6 +20,7 @@ Decode = Callable[[list[int]], str]
 T = TypeVar("T")
 HEAD_TOKENS, TAIL_TOKENS = 900, 300  # tokens shown of a long response
 TEXT_CHARS = 6000  # characters shown of a long text
+RUN = re.compile(r"(<[^<>\s]{1,40}>|\[[A-Z_]{1,20}\])\1{3,}")
 
 
 class SampleLimits(NamedTuple):
@@ -46,6 +49,7 @@ class SamplePicker:
         """
         self._run_dir, self._folders, self._note_of = run_dir, tokenizer_folders, note
         self._decode: Decode | None = None
+        self._thumbnails = Thumbnails(run_dir, note)
         self._packed: dict[tuple[Kind, int], tuple[object, dict[str, Any]]] = {}
 
     def pick(self, last_step: int | None) -> dict[str, Any]:
@@ -88,7 +92,7 @@ class SamplePicker:
         wanted = choose_groups(scalars, quota, limits.rows_per_group, by_reward=kind == "train")
         ids = [sample_id for group in wanted for sample_id in group]
         rows = {row.sample_id: row for row in read_samples(self._run_dir, step, kind, sample_ids=ids)}
-        groups = [pack_group([rows[i] for i in group], self._decode) for group in wanted]
+        groups = [pack_group([rows[i] for i in group], self._decode, self._thumbnails) for group in wanted]
         counts = {"all_rows": len(scalars), "all_groups": len({row["group_id"] for row in scalars})}
         return {"kind": kind, "step": step, "groups": groups, **counts}
 
@@ -143,14 +147,26 @@ def choose_groups(
     return [[row["sample_id"] for row in evenly_spaced(sorted(groups[g], key=rank), rows_per_group)] for g in chosen]
 
 
-def pack_group(rows: Sequence[SampleRow], decode: Decode | None) -> dict[str, Any]:
+def pack_group(rows: Sequence[SampleRow], decode: Decode | None, thumbnails: Thumbnails) -> dict[str, Any]:
     first, packed = rows[0], [pack_row(row, decode) for row in rows]
-    if len({row.prompt_text for row in rows}) > 1:
-        for row, entry in zip(rows, packed):
-            entry["prompt"] = clip(row.prompt_text, TEXT_CHARS)
-    about = {"id": first.group_id, "task": first.task_id, "prompt": clip(first.prompt_text, TEXT_CHARS)}
+    seen = [thumbnails.of_row(row.segments, f"step {row.step}, sample {row.sample_id}") for row in rows]
+    for row, entry, (shown, later) in zip(rows, packed, seen, strict=True):
+        if row.prompt_text != first.prompt_text or shown != seen[0][0]:
+            entry |= {"prompt": _prompt(row, shown), "media": shown}
+        entry |= {"later_media": later} if later else {}
+    about: dict[str, Any] = {"id": first.group_id, "task": first.task_id, "prompt": _prompt(first, seen[0][0])}
+    about |= {"media": seen[0][0]} if seen[0][0] else {}
     about |= {"truth": clip(first.ground_truth, 400)} if first.ground_truth else {}
     return {**about, "prompt_tokens": first.prompt_tokens, "rows": packed}
+
+
+def _prompt(row: SampleRow, media: Sequence[Any]) -> str:
+    """Return the text of a prompt. If it has media, each run of one mark, as the placeholders of an image are, is that
+    mark and its count."""
+    text = row.prompt_text
+    if media:
+        text = RUN.sub(lambda run: f"{run[1]} x {len(run[0]) // len(run[1])}", text)
+    return clip(text, TEXT_CHARS)
 
 
 def pack_row(row: SampleRow, decode: Decode | None) -> dict[str, Any]:

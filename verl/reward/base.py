@@ -11,12 +11,12 @@ import numpy as np
 from verl.reward.result import MAX_FEEDBACK_CHARS as MAX_FEEDBACK_CHARS
 from verl.reward.result import score_and_components
 from verl.sandbox.messages import BadResult
-from verl.types import Invalid, Score
+from verl.types import Invalid, Score, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """A finished trajectory to be scored. Only reward managers and reward models need the ids."""
+    """A finished trajectory to be scored. Only reward managers need the ids, and reward models the row."""
 
     request_id: str
     data_source: str
@@ -31,6 +31,8 @@ class RewardRequest:
     """True if the response ended because the limit was reached."""
     prompt_ids: np.ndarray | None = None  # [P] int64
     response_ids: np.ndarray | None = None  # [R] int64
+    row: tuple[Segment, ...] = ()
+    """The segments of prompt and response, with their images."""
 
 
 class RewardFn(Protocol):

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from verl.reward.base import RewardFn, RewardRequest
-from verl.types import Invalid, Score
+from verl.types import Invalid, Score, Segment
 
-ScoreRows = Callable[[Sequence[tuple[np.ndarray, np.ndarray]]], Awaitable[Sequence[float]]]
-"""A function of [(prompt ids, response ids)] that returns one number for each. It has a time limit."""
+ScoreRows = Callable[[Sequence[tuple[Segment, ...]]], Awaitable[Sequence[float]]]
+"""A function of rows that returns one number for each. It has a time limit."""
 
 
 def combined(function: Score | Invalid | None, model: float, coef: float) -> Score | Invalid:
@@ -48,13 +48,13 @@ class ModelReward:
     coef: float
     function: RewardFn | None
     max_batch: int = 64
-    _waiting: list[tuple[RewardRequest, asyncio.Future[float]]] = field(default_factory=list)
+    _waiting: list[tuple[tuple[Segment, ...], asyncio.Future[float]]] = field(default_factory=list)
     _worker: asyncio.Task[None] | None = None
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
-        assert request.prompt_ids is not None and request.response_ids is not None
+        assert request.row, "a trajectory has a row"
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, answer))
+        self._waiting.append((request.row, answer))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._serve())
         if self.function is None:
@@ -69,7 +69,7 @@ class ModelReward:
         while self._waiting:
             batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
             try:
-                found = await self.score_rows([(r.prompt_ids, r.response_ids) for r, _ in batch])  # type: ignore[misc]
+                found = await self.score_rows([row for row, _ in batch])
             except Exception as e:
                 for _, answer in batch:
                     if not answer.done():

@@ -136,10 +136,11 @@ class ServerAdapters:
         """Drop all adapters from a server that keeps running: it would end when it looks for their deleted folders."""
         if self._folders is not None and self._connection.launch is None:
             ours = (*(one.there for one in (*self._sets.values(), *self._unused)), self._connection.model)
-            with contextlib.suppress(ServerGone, ServerLate, ServerRefused, TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DROPS_S):
-                    for there in ours:
-                        await self._post(*self._connection.api.dropping(there))
+                    for there in ours:  # one that was not loaded is refused, and the others are dropped all the same
+                        with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
+                            await self._post(*self._connection.api.dropping(there))
 
     def _on_sets(self) -> list[PendingCall]:
         """Return the requests of all sets."""

@@ -46,14 +46,13 @@ class Completion:
     """(version, start, end), ...: the version of the set that sampled the tokens start..end-1. They cover `ids`."""
     stop_reason: StopReason
     """The reason of the end. An aborted answer has the tokens that were sampled before the abort."""
-    stop: str | None = None
-    """The stop string that ended the answer."""
+    stop: str | None = None  # The stop string that ended the answer.
     cached_tokens: int = 0
     """Prompt tokens with KV from earlier requests."""
-    side: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Further values per token, [t, ...], by name."""
-    parameters: str = POLICY_SET.id
-    """The id of the parameter set that sampled."""
+    side: Mapping[str, np.ndarray] = field(default_factory=dict)  # Further values per token, [t, ...], by name.
+    routes: np.ndarray | None = None
+    """The experts [P + t, layers, k] of the tokens of prompt and answer, if the engine records them (types.ROUTES)."""
+    parameters: str = POLICY_SET.id  # The id of the parameter set that sampled.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +129,7 @@ class Traits:
 
     lora_policy: bool = False
     """It takes the policy as a base and LoRA factors, and later the factors alone."""
+    lora_whole: bool = False  # With them it takes the weights that are trained whole beside them.
     lora_experts_on: frozenset[str] = frozenset(("cpu", "cuda"))  # Devices where these may be factors of experts.
     noise: bool = False  # It samples under exploration noise where a request asks for it (`Sampling.noise`).
 
@@ -139,10 +139,15 @@ class Traits:
         return self.server and not self.updates_weights and not self.package
 
 
-IN_PROCESS = Traits(
-    in_flight_update=True, prepares_weights=True, reports_tokens=True, ranks_tokens=True, lora_policy=True, bans=True
+IN_PROCESS = Traits(  # of engines that run in a process of the run
+    in_flight_update=True,
+    prepares_weights=True,
+    reports_tokens=True,
+    ranks_tokens=True,
+    lora_policy=True,
+    lora_whole=True,
+    bans=True,
 )
-"""The traits of engines that run in a process of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +156,7 @@ class Capabilities(Traits):
 
     max_context_tokens: int
     """The longest sequence, prompt and answer together."""
-    lora_rank: int = 0
-    """The highest rank of LoRA sets that it takes. 0: it takes none."""
+    lora_rank: int = 0  # The highest rank of LoRA sets that it takes. 0: it takes none.
     lora_experts: bool = False  # LoRA sets may have factors of experts.
     sleep_levels: tuple[int, ...] = ()
     """The sleep levels that it has. 1 frees the KV, 2 the weights too."""
@@ -210,17 +214,12 @@ class RolloutContext:
     dtype: torch.dtype
     """The dtype that the model is computed in."""
     fp8: bool = False  # Projections are read in blocks of 8 bits (`nn/fp8.py`).
-    eos_token_ids: Sequence[int] = ()
-    """Tokens that end an answer."""
-    decode: DecodeFn | None = None
-    """Turns ids into text, for stop strings. None: stop strings are refused."""
+    eos_token_ids: Sequence[int] = ()  # Tokens that end an answer.
+    decode: DecodeFn | None = None  # Turns ids into text, for stop strings. None: stop strings are refused.
     device: torch.device | str = "cpu"
-    max_concurrent_sequences: int = 256
-    """The number of requests that are decoded together."""
-    deterministic: bool = False
-    """The result of a sequence is bitwise independent of what else is in the batch."""
-    float32_head: bool = False
-    """The head multiplies in float32, and the logits are float32."""
+    max_concurrent_sequences: int = 256  # The number of requests that are decoded together.
+    deterministic: bool = False  # The result of a sequence is bitwise independent of what else is in the batch.
+    float32_head: bool = False  # The head multiplies in float32, and the logits are float32.
     lora_rank: int = 0
     """The rank of the policy's LoRA factors, if it is served as a base and factors; else 0."""
     lora_versions: int = 0  # The most versions of those factors with running requests, and one that is loaded.
@@ -377,6 +376,7 @@ class GenerateRequest:
     """The id of the parameter set that samples: the policy's, or that of a published LoRA set on top of it."""
     media: tuple[Medium, ...] = ()
     """The images of the prompt. Every other token is text, whatever its id is."""
+    routes: bool = False  # The answer has the experts of its tokens (types.ROUTES), if the engine records them.
     begun: PartialAnswer | None = None
     """The beginning of the answer, from engines that were lost: the engine continues it. When the call ends, also with
     an error, it contains the tokens with a certain version. Only for an engine that can continue answers."""

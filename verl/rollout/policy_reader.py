@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from verl.nn.fp8 import SCALES
 from verl.parameter_set import OfSet, set_of
 from verl.rollout.base import WeightReader, lasting_of
 
@@ -20,7 +21,8 @@ class Stays(Protocol):
 
 
 class PolicyReader:
-    """The weights of a publish without the LoRA factors of the policy, which are kept aside (`WeightReader`)."""
+    """The weights of a publish without the LoRA factors of the policy, and without the weights that are trained whole
+    beside them if the base is not sent. These are kept aside (`WeightReader`)."""
 
     def __init__(self, source: WeightReader) -> None:
         self._source, self.parameters = source, set_of(source)
@@ -28,6 +30,8 @@ class PolicyReader:
         self.identity = source.identity if isinstance(source, OfSet) else ""
         self.names = frozenset(n for module in self.parameters.targets for n in self.parameters.factors(module))
         self.factors: dict[str, Tensor] = {}
+        self.whole: dict[str, Tensor] = {}
+        """The weights that are trained whole, of a publish without a base; with one they are read as its own are."""
         self.lasting = {name: keeps for name, keeps in lasting_of(source).items() if name not in self.names}
 
     @property
@@ -44,15 +48,18 @@ class PolicyReader:
         return self.parameters.whole or bool(self.identity)
 
     def tensors(self) -> Iterator[tuple[str, object]]:
+        replaced = frozenset(() if self.has_base else self.parameters.replaced)
         for name, tensor in self._source.tensors():
-            if name in self.names:
-                assert isinstance(tensor, Tensor)
-                self.factors[name] = tensor.detach() if self._stays else tensor.detach().clone()
-            else:
+            kept = self.factors if name in self.names else None
+            kept = self.whole if name.removesuffix(SCALES) in replaced else kept
+            if kept is None:
                 yield name, tensor
+            else:
+                assert isinstance(tensor, Tensor)
+                kept[name] = tensor.detach() if self._stays else tensor.detach().clone()
 
     def read_factors(self) -> None:
-        """Read a publish of the factors alone."""
+        """Read a publish without the base."""
         strange = self.read()
         assert not strange, f"weights of the base among the factors alone: {strange[:3]}"
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from verl.data.media_items import IMAGE, opened_file, part_content, resolved
-from verl.errors import Refused
+from verl.data.pixels import encoded_pixels, is_pixels
 from verl.models.expand import Expansion
 from verl.tools.schemas import ToolResponse
 
@@ -21,8 +18,6 @@ _BEGIN = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8")
 """The first bytes of files with an image."""
 _KEYS = frozenset({*IMAGE.sources, "data"})
 """The keys with the content of an image part, here and in other protocols."""
-_SAVED_AS_THEY_ARE = ("1", "L", "LA", "P", "RGB", "RGBA")
-"""The kinds of pixels that PNG keeps without loss and `decoded_image` reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +98,6 @@ def _text(value: Any) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate cannot be tokenised
 
 
-def is_pixels(value: Any) -> bool:
-    """Return True for an image of Pillow and for an array of pixels."""
-    if isinstance(value, np.ndarray):
-        return value.dtype == np.uint8 and (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4)))
-    return hasattr(value, "getbands") and hasattr(value, "save")
-
-
 def _image(item: Any) -> ReturnedImage:
     """Return an image of a tool. Pixels are copied: the tool may draw on them again."""
     return ReturnedImage(item.copy() if is_pixels(item) else item)
@@ -155,23 +143,9 @@ def _holds_image(value: Any) -> bool:
 def content_of(item: Any, where: str) -> bytes:
     """Return the content of an image as the bytes of a file. Raise Refused, with `where`, if there is none."""
     if is_pixels(item):
-        return _encoded(item, where)
+        return encoded_pixels(item, where)
     content, path = resolved(item, IMAGE, where)
     if content is not None:
         return content
     with opened_file(path, where) as stream:
         return bytes(stream.read())
-
-
-def _encoded(pixels: Any, where: str) -> bytes:
-    from PIL import Image
-
-    image = Image.fromarray(pixels) if isinstance(pixels, np.ndarray) else pixels
-    if not image.width or not image.height:
-        raise Refused(f"{where}: an image of {image.width} x {image.height} pixels")
-    if image.mode not in (*_SAVED_AS_THEY_ARE, "CMYK", "YCbCr", "RGBX", "HSV", "LAB"):
-        raise Refused(f"{where}: pixels of the kind {image.mode!r}; convert it to 8 bits per channel")
-    out = io.BytesIO()
-    kept = image if image.mode in _SAVED_AS_THEY_ARE else image.convert("RGB")
-    kept.save(out, "PNG", compress_level=1)
-    return out.getvalue()

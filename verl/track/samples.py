@@ -23,6 +23,8 @@ from verl.track.files import replacing
 from verl.types import Facts
 
 FOLDER = "samples"
+MEDIA_FOLDER = "media"
+"""The content of the media of recorded rows, by its hash (`FolderMedia`)."""
 Kind = Literal["train", "eval"]
 
 _FILE_NAME = re.compile(r"(eval_)?step_(\d+)\.parquet")
@@ -57,7 +59,7 @@ class SampleRow(Facts):
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
     """`Sample.context`; empty without one."""
     segments: bytes = b""
-    """The segments of a sample with media, side channels or an adapter (`packed_segments` in driver/state.py)."""
+    """The segments of a sample with media, side channels or an adapter (`packed_segments` in packed.py)."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from verl.batch import Ragged
 from verl.types import Refs, Sample
@@ -14,6 +14,9 @@ from verl.types import Refs, Sample
 class MediaStore(Protocol):
     """The content of media by its hash. Content is stored once, however many owners it has (rows of the queue, recorded
     steps), and is deleted with its last owner. Any thread may call."""
+
+    readers: dict[str, Any]
+    """The readers of this content for a model in this process (`Pictures`), by the model's folder."""
 
     def put(self, content: bytes, owner: str) -> str:
         """Store content for an owner and return its hash, the reference in `Segment.media`."""

@@ -12,15 +12,12 @@ import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from verl.file_lock import file_lock
+from verl.medium import media_hash
 
 LOCK_S = 60.0  # the longest wait for a folder's lock
-
-
-def media_hash(content: bytes) -> str:
-    """Return the reference of this content: 32 hexadecimal digits."""
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
 class MemoryMedia:
@@ -31,6 +28,7 @@ class MemoryMedia:
         self._owners: dict[str, set[str]] = {}  # by reference
         self._owned: dict[str, set[str]] = {}  # by owner
         self._lock = threading.Lock()
+        self.readers: dict[str, Any] = {}
 
     def put(self, content: bytes, owner: str) -> str:
         reference = media_hash(content)
@@ -79,6 +77,11 @@ class FolderMedia:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._owners = str(root / "owners")
+        self.readers: dict[str, Any] = {}
+
+    def __reduce__(self) -> tuple[type[FolderMedia], tuple[Path]]:
+        return FolderMedia, (self.root,)
 
     def put(self, content: bytes, owner: str) -> str:
         reference = media_hash(content)
@@ -118,6 +121,8 @@ class FolderMedia:
                 self._link(reference, owner)
 
     def drop(self, owners: Iterable[str]) -> None:
+        if not os.path.isdir(self._owners):  # nothing has an owner: every attempt of a text-only run
+            return
         folders = [folder for owner in owners if (folder := self._owner(owner)).is_dir()]
         if not folders:
             return

@@ -6,7 +6,7 @@ number of copies. The column `facts` makes a row complete for readers without it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +16,7 @@ import torch
 from verl.batch import Ragged, pack
 from verl.columns import SIDE, declared
 from verl.transfer_queue.base import TransferQueue
-from verl.types import LEARNED, TEMPLATE, Facts, Medium, Ref, Refs, Sample, Segment, Source, facts_of
+from verl.types import LEARNED, ROUTES, TEMPLATE, Facts, Medium, Ref, Refs, Sample, Segment, Source, facts_of
 
 SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env", "stored")
 ALWAYS, SOMETIMES = ("ids", "segments", "rollout_logprobs"), ("context", "extras")
@@ -82,8 +82,9 @@ def columns_of(sample: Sample) -> dict[str, np.ndarray]:
     return {name: values if (c := declared(name)) is None else c.typed(values) for name, values in made.items()}
 
 
-def queued_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
-    """Return the rows of the queue as samples, in the order of `refs`, with the facts of their refs."""
+def queued_samples(queue: TransferQueue, refs: Refs, without: Collection[str] = ()) -> list[Sample]:
+    """Return the rows of the queue as samples, in the order of `refs`, with the facts of their refs. without: the side
+    channels that are not read."""
     if not refs:
         return []
     rows: list[dict[str, np.ndarray]] = [{} for _ in refs]
@@ -92,11 +93,11 @@ def queued_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
             row[name] = part
     place = {sample_id: i for i, sample_id in enumerate(refs.ids)}
     for name in queue.columns(refs):
-        if name in SOMETIMES or name.startswith(SIDE):
+        if name in SOMETIMES or (name.startswith(SIDE) and name.removeprefix(SIDE) not in without):
             have = queue.having(refs, name)
             for ref, part in zip(have, _split(queue.read(have, (name,))[name]), strict=True):
                 rows[place[ref.sample_id]][name] = part
-    return [_sample(ref, row) for ref, row in zip(refs, rows)]
+    return [_sample(ref, row, without) for ref, row in zip(refs, rows)]
 
 
 def read_tokens(queue: TransferQueue, refs: Refs, names: Sequence[str]) -> dict[str, Ragged]:
@@ -105,7 +106,7 @@ def read_tokens(queue: TransferQueue, refs: Refs, names: Sequence[str]) -> dict[
     side = [name for name in names if name.startswith(SIDE)]
     found = queue.read(refs, [name for name in names if name not in side])
     if side and refs:
-        batch = pack(queued_samples(queue, refs), share_prefix=False)
+        batch = pack(queued_samples(queue, refs, without=(ROUTES,)), share_prefix=False)
         if missing := [name for name in side if name not in batch.columns]:
             what = f"{len(refs)} of {len(refs)} samples, e.g. {refs[0].sample_id}"
             raise ValueError(f"column {missing[0]!r} was not written for {what}")
@@ -138,7 +139,7 @@ def _split(column: Ragged) -> list[np.ndarray]:
     return [values[a:b] for a, b in zip(offsets, offsets[1:])]
 
 
-def _sample(ref: Ref, columns: dict[str, np.ndarray]) -> Sample:
+def _sample(ref: Ref, columns: dict[str, np.ndarray], without: Collection[str]) -> Sample:
     extras = _extras(columns["extras"].data) if "extras" in columns else _Extras()
     segments: list[Segment] = []
     at = drawn = 0
@@ -147,7 +148,7 @@ def _sample(ref: Ref, columns: dict[str, np.ndarray]) -> Sample:
         own: dict[str, Any] = {"media": extras.media[i]} if i in extras.media else {}
         if extras.side:
             own["side"] = side = {}
-            for name in (n for n, owners in extras.side.items() if i in owners):
+            for name in (n for n, owners in extras.side.items() if i in owners and n not in without):
                 side[name] = columns[SIDE + name][taken[name] : taken[name] + length]
                 taken[name] += length
         if SOURCES[code] in LEARNED:

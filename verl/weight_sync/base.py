@@ -88,7 +88,7 @@ class Entry:
 
 Parts = Mapping[str, Sequence[tuple[str, tuple[int, ...], int]]]
 """Name of a model tensor -> (name, shape, first row) of each tensor that it becomes in a saved folder
-(`checkpoint.hf.saved_as`)."""
+(`checkpoint.saved_form.SavedForm.parts`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,16 +342,17 @@ def saved_parts(model: Module | None, shapes: Mapping[str, Entry]) -> Parts:
     """Return name -> parts of the tensors that have other names in a saved folder. model: the model, without storage;
     None: its class is unknown, and the result is empty."""
     from verl.checkpoint.block_fp8 import scale_parts
-    from verl.checkpoint.hf import saved_as
+    from verl.checkpoint.saved_form import SavedForm
 
     if model is None:
         return {}
+    form = SavedForm(model)
     found = dict[str, Sequence[tuple[str, tuple[int, ...], int]]]()
     for name, entry in shapes.items():
         weight = shapes.get(of := name.removesuffix(SCALES))
         if of == name or weight is None:
-            found[name] = saved_as(model, name, entry.shape)
-        elif parts := scale_parts(weight.shape, saved_as(model, of, weight.shape)):
+            found[name] = form.parts(name, entry.shape)
+        elif parts := scale_parts(weight.shape, form.parts(of, weight.shape)):
             found[name] = parts
     return {name: parts for name, parts in found.items() if [part for part, _, _ in parts] != [name]}
 

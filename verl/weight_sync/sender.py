@@ -122,8 +122,9 @@ class WeightSender:
         if self._announced not in (None, form):
             fix = "leave sync.engine_options.bucket_mb out, or set one rollout.dtype for all replicas"
             raise Refused(f"the buckets of weights are for replicas that read {self._announced}, not {form}: {fix}")
-        whole = self._parameters.whole or self._with_base  # factors are not quantised
-        self._format = form if whole else replace(form, fp8=False)
+        sent = self._parameters.replaced  # factors are not quantised
+        blocks = self._parameters.whole or self._with_base or any(in_blocks(name, (1, 1)) for name in sent)
+        self._format = form if blocks else replace(form, fp8=False)
         self._dtype = FP8_INPUTS if form.fp8_inputs else self._dtype
 
     def manifest(self, engine: Publishes) -> dict[str, Entry]:

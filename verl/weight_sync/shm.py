@@ -74,8 +74,8 @@ class SegmentParts:
         self._tensors = dict(ShmStream(Path(path)).views())
 
     def write(self, name: str, index: Sequence[slice], tensor: Tensor) -> None:
-        """Write a slice of a tensor."""
-        self._tensors[name][tuple(index)].copy_(tensor)
+        """Write a slice of a tensor, which may be a view with more dimensions, in the same order."""
+        self._tensors[name][tuple(index)].view(tensor.shape).copy_(tensor)
 
     def flush(self) -> None:
         """Do nothing: memory is shared."""

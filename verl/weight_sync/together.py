@@ -203,7 +203,7 @@ def stage_slices(
 
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for number, (part, mine) in enumerate(held_parts(engine)):
-                kept = converted(form, part.name, mine).cpu()
+                kept = part.flat(converted(form, part.name, mine).cpu())
                 sums.append(checksum(kept) if part.name in checked else None)
                 record.note_slice(part.name, kept, max(1, SAMPLED_VALUES // world))
                 yield str(number), kept

@@ -18,7 +18,7 @@ from verl.model_engine.base import EngineCapabilities
 from verl.model_engine.layout import Layout
 from verl.objective import Term
 from verl.parameter_set import POLICY_SET, Delivery
-from verl.types import Metrics, Ref, Refs, merge_metrics
+from verl.types import Metrics, Ref, Refs, Segment, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.wire import AS_HELD
 from verl.workers.compute import Compute, Computed, OptimizerStep
@@ -145,9 +145,10 @@ class ModelWorkers:
         args = [(_rank_step(share), coef, alone) for share in parts]
         return _then(self._submit(Role.score, args), lambda found: in_order(list(zip(parts, found))))
 
-    def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Future[list[float]]:
-        """Return the reward model's score of each (prompt ids, response ids), in this order."""
-        parts = self._share(Refs(_ref(i, len(prompt), len(answer)) for i, (prompt, answer) in enumerate(rows)))
+    def score_rows(self, rows: Sequence[tuple[Segment, ...]]) -> Future[list[float]]:
+        """Return the reward model's score of each row, in this order."""
+        sizes = [(len(prompt.ids), sum(len(s.ids) for s in rest)) for prompt, *rest in rows]
+        parts = self._share(Refs(_ref(i, *size) for i, size in enumerate(sizes)))
         args = [([rows[i] for i in share.rows or (0,)],) for share in parts]
         return _then(self._submit(Role.score_rows, args), lambda found: in_order(list(zip(parts, found))))
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from verl.batch import OBSERVED, Batch, around, observed, pack, without_weight
+from verl.batch import Batch, pack, without_weight
 from verl.objective import Term
+from verl.observed import OBSERVED, around, observed
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import queued_samples
-from verl.types import LEARNED, Refs, Sample, Segment
+from verl.types import LEARNED, ROUTES, Refs, Sample, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,17 @@ class RankStep:
 
 
 def batch_of_step(
-    queue: TransferQueue, step: RankStep, terms: Sequence[Term], inputs: Sequence[str], *, share_prefix: bool
+    queue: TransferQueue,
+    step: RankStep,
+    terms: Sequence[Term],
+    inputs: Sequence[str],
+    *,
+    share_prefix: bool,
+    without: Collection[str] = (),
 ) -> Batch:
     """Return the rows of a rank's part of an optimizer step, packed, with the columns that the terms read: the stored
-    `inputs`, the weights and the masks of each term."""
-    samples, of = queued_samples(queue, step.refs), {t.name: t.unit for t in terms}
+    `inputs`, the weights and the masks of each term. without: the side channels that are not read."""
+    samples, of = queued_samples(queue, step.refs, without), {t.name: t.unit for t in terms}
     watching = [name for name, unit in of.items() if unit == "observation"]
     if watching:
         samples = [observed(s) for s in samples]
@@ -68,6 +75,8 @@ def informed(sample: Sample) -> Sample:
         if len(first.ids) > left:
             rest.insert(0, Segment(ids=first.ids[left:], source="env"))
         left -= min(left, len(first.ids))
+    # routes are of the tokens before
+    rest = [replace(s, side={name: s.side[name] for name in s.side if name != ROUTES}) for s in rest]
     found = replace(sample, segments=(Segment(ids=sample.context[1:], source="prompt"), *rest))
     before, after = (np.concatenate([s.ids for s in x.segments if s.source in LEARNED]) for x in (sample, found))
     assert np.array_equal(before, after) and found.loss_tokens == sample.loss_tokens

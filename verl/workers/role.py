@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch import OBSERVED, Batch, Ragged, concat, make_microbatches, pack
+from verl.batch import Batch, Ragged, concat, make_microbatches, pack
 from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
 from verl.config.backends import import_object
@@ -20,10 +20,11 @@ from verl.errors import Refused
 from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import before_moving, evaluate_terms, first_pass
 from verl.objective import Term
+from verl.observed import OBSERVED
 from verl.parameter_set import POLICY_SET, Delivery
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import facts_column, queued_samples
-from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
+from verl.types import ROUTES, Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Entry, Outlet, Readers, Sent
 from verl.weight_sync.sender import WeightSender
 from verl.wire import AS_HELD, WireFormat
@@ -162,7 +163,8 @@ class Role:
     def infer(self, step: RankStep, outputs: Mapping[str, str], view: View = AS_SAMPLED) -> frozenset[str]:
         """Compute model outputs of the rows and write them as columns, {output: column}, e.g. {"logprobs":
         "old_logprobs"}. Return the sample ids of the rows with an output that is not finite."""
-        samples, alone = queued_samples(self.queue, step.refs), list[str]()
+        unread = (ROUTES,) if view.average or view.start else self._unread  # weights that no rollout had
+        samples, alone = queued_samples(self.queue, step.refs, unread), list[str]()
         if view.informed:
             alone = [s.sample_id for s in samples if s.context is None and s.taught]
             samples = [informed(s) for s in samples]
@@ -242,7 +244,7 @@ class Role:
                 terms: Sequence[Term] = plan.terms
                 if step.first:
                     terms = [before_moving(term) for term in terms]
-                batch = batch_of_step(self.queue, step, terms, plan.inputs, share_prefix=self.share_prefix)
+                batch = self._batch_of(step, terms, plan.inputs)
                 batch, terms, metrics = self._two_passes(batch, terms)
                 result = self.engine.forward_backward(batch, terms, step.num_microbatches, plan.recorded)
                 parts += [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
@@ -265,7 +267,7 @@ class Role:
     def measure(self, step: RankStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Metrics:
         """Return loss and metrics of the terms over these rows of all ranks, without an optimizer step; the first rank
         only, the others return {}."""
-        batch = batch_of_step(self.queue, step, terms, inputs, share_prefix=self.share_prefix)
+        batch = self._batch_of(step, terms, inputs)
         wanted = tuple(dict.fromkeys(n for t in terms for n in t.outputs))
         found = {f"out/{n}": v.double() for n, v in self.engine.infer(batch, wanted).items()}
         parts = self.ranks.all_gather(None if step.idle else batch.with_columns(found))
@@ -284,7 +286,7 @@ class Role:
         """Return (reward, components) of these rows with the reward model's score. `coef` x score is added to the row's
         reward, which a function has computed, or which with `alone` is only the shaping. Both are also written to the
         facts of the rows in the queue; an invalid reward stays invalid."""
-        samples = queued_samples(self.queue, step.refs)
+        samples = queued_samples(self.queue, step.refs, self._unread)
         values = self._scores(samples)
         out = []
         for sample, value in zip(samples, values, strict=True):
@@ -299,17 +301,11 @@ class Role:
             self.queue.write(step.refs, {"facts": facts_column(scored)})
         return out
 
-    def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[float]:
-        """Return the reward model's score of each (prompt ids, response ids)."""
+    def score_rows(self, rows: Sequence[tuple[Segment, ...]]) -> list[float]:
+        """Return the reward model's score of each row."""
         samples = [
-            Sample(
-                sample_id=str(i),
-                trajectory_id=str(i),
-                group_id=str(i),
-                purpose="train",
-                segments=(Segment(ids=prompt, source="prompt"), Segment(ids=response, source="env")),
-            )
-            for i, (prompt, response) in enumerate(rows)
+            Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i), purpose="train", segments=segments)
+            for i, segments in enumerate(rows)
         ]
         return self._scores(samples)
 
@@ -402,8 +398,16 @@ class Role:
         batch = pack([self._turn_end.closed(s) for s in samples], share_prefix=self.share_prefix)
         return self.engine.infer(batch, ("scores",))["scores"].double().tolist()
 
+    @property
+    def _unread(self) -> tuple[str, ...]:
+        """The side channels that the model does not read. Routes that differ would keep rows from sharing a prompt."""
+        return () if self.engine.capabilities.replays_routes else (ROUTES,)
+
     def _pack(self, refs: Refs) -> Batch:
-        return pack(queued_samples(self.queue, refs), share_prefix=self.share_prefix)
+        return pack(queued_samples(self.queue, refs, self._unread), share_prefix=self.share_prefix)
+
+    def _batch_of(self, step: RankStep, terms: Sequence[Term], inputs: Sequence[str]) -> Batch:
+        return batch_of_step(self.queue, step, terms, inputs, share_prefix=self.share_prefix, without=self._unread)
 
     def _two_passes(self, batch: Batch, terms: Sequence[Term]) -> tuple[Batch, Sequence[Term], Metrics]:
         whole = [t for t in terms if t.two_pass]

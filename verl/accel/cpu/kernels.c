@@ -352,6 +352,8 @@ static void product_float32(
 #include "crc.c"
 #include "scan.c"
 #include "delta.c"
+#include "segments.c"
+#include "low_rank.c"
 #include "tiles.c"
 
 #define RUN 4096 /* values per turn of a parallel loop over a flat array */
@@ -667,12 +669,12 @@ void NAME(layers)(
 /* ---- training: with weights in float32, and gradients of what is float32 in float32 ---- */
 
 /* Of float32 y = x / rms(x) * weight [n, width], given dy: dx [n, width], and dweight [threads, width], zeros before, whose sum
- * over threads is the gradient of the weight. */
+ * over threads is the gradient of the weight; null: it has none. */
 void NAME(rms_norm_backward)(
     const T *x, const float *weight, const float *dy, T *dx, double *dweight, long n, long width, float eps, long threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)
     for (long part = 0; part < threads; part++) {
-        double *sum = dweight + part * width;
+        double *sum = dweight ? dweight + part * width : NULL;
         float buffer[sizeof(T) < sizeof(float) ? width : 1];
         (void)buffer;
         for (long row = n * part / threads; row < n * (part + 1) / threads; row++) {
@@ -684,7 +686,7 @@ void NAME(rms_norm_backward)(
             for (long i = 0; i < width; i++) along += d[i] * weight[i] * a[i];
             along *= inverse * inverse / (float)width;
             for (long i = 0; i < width; i++) out[i] = STORE(inverse * (d[i] * weight[i] - a[i] * along));
-            for (long i = 0; i < width; i++) sum[i] += (double)(d[i] * (a[i] * inverse));
+            for (long i = 0; sum && i < width; i++) sum[i] += (double)(d[i] * (a[i] * inverse));
         }
     }
 }

@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import c_float, c_long, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.c")
-INCLUDED = tuple(Path(__file__).with_name(name) for name in ("nf4.c", "crc.c", "scan.c", "delta.c", "tiles.c"))
+INCLUDED = tuple(SOURCE.with_name(f"{n}.c") for n in ("nf4", "crc", "scan", "delta", "segments", "low_rank", "tiles"))
 TILE, BLOCK, PARTS = 64, 256, 3  # as in kernels.c
 DEEP, TALL = 32, 16  # as in tiles.c
 COMPILE_TIMEOUT_S = 120.0
@@ -121,7 +122,27 @@ FLOAT32 = {
     "pack_each": (Address, c_long),
     "sums_of": (Address, c_long, Address),
     "rotation": (Address,) * 4 + (c_long,) * 5,
+    "segments": (Address,) * 8 + (c_long,) * 6 + (c_float, c_long),
+    "segments_backward": (Address,) * 12 + (c_long,) * 6 + (c_float, c_long),
+    "low_rank_gradients": (Address,) * 6 + (c_long,) * 4 + (c_float, c_long),
 }
+
+
+class Segments(NamedTuple):
+    """The segments of packed rows for attention: the queries of one are the last of its keys."""
+
+    starts: Tensor
+    """int32 [segments + 1], the first query of each."""
+    key_starts: Tensor
+    """int32 [segments + 1], the first key of each."""
+    rows: Tensor | None
+    """int64 [keys], the rows of k and v that are keys; None: all in order."""
+    scale: float
+    window: int
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.starts, self.key_starts, self.rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +155,7 @@ class Kernels:
     folds_crc: bool
     multiplies: bool
     """There are matrix products in this dtype: `pack`, `linear` and `layers`."""
-    functions: Mapping[str, Callable[..., None]]
+    functions: Mapping[str, Callable[..., Any]]
 
     def new_panels(self, rows: int, depth: int) -> Tensor:
         """Allocate panels for a weight [rows, depth], which `pack` fills: [panels, depth, panel width] in float32,
@@ -202,8 +223,7 @@ class Kernels:
     def crcs(self, tensors: Sequence[Tensor]) -> list[int]:
         """Return the crc32 of contiguous tensors in host memory, where these kernels compute one (`folds_crc`)."""
         assert self.folds_crc and all(t.is_contiguous() for t in tensors)
-        given = np.array([(t.data_ptr(), t.nbytes) for t in tensors], np.int64)
-        sums = np.empty(len(tensors), np.uint32)
+        given, sums = np.array([(t.data_ptr(), t.nbytes) for t in tensors], np.int64), np.empty(len(tensors), np.uint32)
         self.functions["sums_of"](given, len(tensors), sums)
         return sums.tolist()
 
@@ -237,18 +257,19 @@ class Kernels:
         assert not exact or x.dtype == self.dtype
         out = torch.empty_like(x, dtype=torch.float32 if exact else self.dtype)
         name = "rms_norm_exact" if exact else "rms_norm" if x.dtype == self.dtype else "rms_norm_wide"
-        norm = self.functions[name]
-        norm(x, weight, out, *x.shape, eps, torch.get_num_threads())
+        self.functions[name](x, weight, out, *x.shape, eps, torch.get_num_threads())
         return out
 
-    def rms_norm_backward(self, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Return the gradients of the exact `rms_norm`, dx [n, width] and dweight [width] float64, for x [n, width],
-        and dy [n, width] and weight [width], both float32."""
+    def rms_norm_backward(
+        self, x: Tensor, weight: Tensor, dy: Tensor, eps: float, *, frozen: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of the exact `rms_norm`, dx [n, width] and dweight [width] float64 (frozen: None), for x
+        [n, width], and dy [n, width] and weight [width], both float32."""
         assert x.dtype == self.dtype and dy.dtype == weight.dtype == torch.float32
-        threads = torch.get_num_threads()
-        dx, sums = torch.empty_like(x), torch.zeros(threads, len(weight), dtype=torch.float64)
+        dx, threads = torch.empty_like(x), torch.get_num_threads()
+        sums = None if frozen else torch.zeros(threads, len(weight), dtype=torch.float64)
         self.functions["rms_norm_backward"](x, weight, dy, dx, sums, *x.shape, eps, threads)
-        return dx, sums.sum(0)
+        return dx, None if sums is None else sums.sum(0)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return silu(gate) * up of tensors of one shape."""
@@ -274,6 +295,45 @@ class Kernels:
         out = torch.empty_like(x)
         self.functions["rotation"](x, cos, sin, out, *x.shape, back, torch.get_num_threads())
         return out
+
+    def attend_segments(self, q: Tensor, k: Tensor, v: Tensor, of: Segments) -> Tensor:
+        """Return the attention [T, H, D] of q [T, H, D] over k and v [U, K, D], all float32."""
+        assert all(t.is_contiguous() and t.dtype == torch.float32 for t in (q, k, v)) and v.shape == k.shape
+        out, (room, *sizes) = torch.empty_like(q), self._room(q, k, of)
+        self.functions["segments"](q, k, v, *of.bounds, out, room, *sizes, of.window, of.scale, torch.get_num_threads())
+        return out
+
+    def attend_segments_backward(
+        self, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, of: Segments
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v of `attend_segments`, given that of its result."""
+        assert d_out.is_contiguous() and d_out.dtype == torch.float32 and d_out.shape == q.shape
+        d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        room, *sizes = self._room(q, k, of)
+        parts = np.empty(2 * len(of.starts) - 1, np.int64)
+        tensors = (q, k, v, *of.bounds, d_out, d_q, d_k, d_v, room, parts)
+        self.functions["segments_backward"](*tensors, *sizes, of.window, of.scale, torch.get_num_threads())
+        return d_q, d_k, d_v
+
+    def segment_parts(self, of: Segments) -> list[int]:
+        """Return the first segment of each part of a forest; gradients of parts are summed at the same time."""
+        (starts, key_starts, index), room = of.bounds, np.empty(2 * len(of.starts) - 1, np.int64)
+        found = self.functions["segment_parts"](key_starts, index, room, len(starts) - 1)
+        return room[:found].tolist()
+
+    def _room(self, q: Tensor, k: Tensor, of: Segments) -> tuple[Tensor, int, int, int, int, int]:
+        """Return the memory for the scores of a segment in each thread, its floats of one thread, and sizes."""
+        starts, key_starts, index = of.bounds
+        assert starts.dtype == key_starts.dtype == torch.int32 and int(starts[-1]) == len(q)
+        if index is None:
+            assert int(key_starts[-1]) <= len(k)
+        else:
+            assert index.dtype == torch.int64 and len(index) == int(key_starts[-1])
+        longest = [int(ends.diff().max()) if len(ends) > 1 else 0 for ends in (starts, key_starts)]
+        (heads, dim), kv_heads = q.shape[1:], k.shape[1]
+        floats = int(self.functions["segment_room"](*longest, dim))
+        room = torch.empty(torch.get_num_threads() * floats, dtype=torch.float32)
+        return room, floats, len(starts) - 1, heads, kv_heads, dim
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """Return act(gate) * up [n, ffn] for gate_up [n, 2 ffn]."""
@@ -384,7 +444,7 @@ def load_kernels(dtype: torch.dtype) -> Kernels | str:
     except (OSError, subprocess.SubprocessError) as e:
         return f"kernels.c could not be compiled: {e}"
     library.panel_width.restype = library.folds_crc.restype = library.has_tiles.restype = c_long
-    functions: dict[str, Callable[..., None]] = {}
+    functions: dict[str, Callable[..., Any]] = {}
     multiplies = dtype == torch.float32 or bool(library.has_tiles())
     typed = TYPED | (PRODUCTS if multiplies else {})
     if multiplies and dtype == torch.bfloat16:
@@ -393,6 +453,11 @@ def load_kernels(dtype: torch.dtype) -> Kernels | str:
         symbol = name if name in FLOAT32 else f"{name}_{str(dtype).removeprefix('torch.')}"
         functions[name] = getattr(library, symbol)
         functions[name].argtypes, functions[name].restype = arguments, None  # type: ignore[attr-defined]
+    functions["segment_room"] = library.segment_room
+    functions["segment_parts"], functions["low_rank_room"] = library.segment_parts, library.low_rank_room
+    for name in ("segment_room", "low_rank_room"):
+        functions[name].argtypes, functions[name].restype = (c_long,) * 3, c_long  # type: ignore[attr-defined]
+    library.segment_parts.argtypes, library.segment_parts.restype = (*(Address,) * 3, c_long), c_long  # type: ignore[assignment]
     return Kernels(dtype, library.panel_width(), bool(library.folds_crc()), multiplies, functions)
 
 

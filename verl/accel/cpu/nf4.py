@@ -15,7 +15,7 @@ def quantised_back(dy: Tensor, weight: QuantisedTensor, *, kernels: Kernels) -> 
     """Return dy [n, N] times a quantised weight [N, K], which is dequantised a few rows at a time."""
     (rows, depth), pointers = weight.shape, _pointers(weight)
     out, step = dy.new_zeros(len(dy), depth), max(1, AT_ONCE // depth)
-    tile = torch.empty(min(step, rows), depth)
+    tile = torch.empty(min(step, rows), depth, dtype=torch.float32)
     for first in range(0, rows, step):
         count = min(step, rows - first)
         kernels.functions["nf4_rows"](pointers, tile, first, count, torch.get_num_threads())
@@ -55,7 +55,7 @@ def _multiply(
     x = x.contiguous()
     assert x.dtype == out.dtype == torch.float32 and x.shape[1] == weight.depth and out.stride(1) == 1
     assert out.shape == (len(x), weight.width) and (not pairs or weight.width % (2 * pairs) == 0)
-    scratch = torch.empty(min(len(x), ROWS_AT_ONCE), x.shape[1])
+    scratch = x.new_empty(min(len(x), ROWS_AT_ONCE), x.shape[1])
     settings = (len(x), out.stride(0), pairs, add, torch.get_num_threads())
     kernels.functions["nf4_linear"](x, weight, bias, out, scratch, *settings)
     return out

@@ -67,9 +67,19 @@ KERNELS = (
     _row("quantised_linear", lambda kernels: partial(nf4.quantised_linear, kernels=kernels), {torch.float32: 1e-5}),
     _row("quantised_back", lambda kernels: partial(nf4.quantised_back, kernels=kernels), {torch.float32: 2e-5}),
     Kernel("linear", ONEDNN, _packed, {torch.float32: 2e-4, torch.bfloat16: 4e-2}, ("cpu",)),
+    _row(
+        "trained_attention",
+        lambda kernels: partial(training.compiled_attention, kernels=kernels),
+        {torch.float32: 2e-6},
+    ),
     _row("trained_rms_norm", lambda kernels: partial(training.compiled_rms_norm, kernels=kernels), _both(2e-6)),
     _row("trained_swiglu", lambda kernels: partial(training.compiled_swiglu, kernels=kernels), _both(2e-6)),
     _row(
         "trained_rotation", lambda kernels: partial(training.compiled_rotation, kernels=kernels), {torch.float32: 2e-6}
+    ),
+    _row(
+        "low_rank_gradients",
+        lambda kernels: partial(training.compiled_low_rank_gradients, kernels=kernels),
+        {torch.float32: 2e-4},
     ),
 )

@@ -163,4 +163,4 @@ def _launch(x: Tensor, weight: Nf4, bias: Tensor | None, out: Tensor, *, back: b
 
 @cache
 def _levels(device: torch.device) -> Tensor:
-    return torch.tensor(NF4_LEVELS, device=device)
+    return torch.tensor(NF4_LEVELS, dtype=torch.float32, device=device)

@@ -37,7 +37,9 @@ def torch_segments(
     *,
     scale: float,
     window: int = 0,
+    index: Tensor | None = None,
 ) -> Tensor:
+    k, v = _copied(k, v, index)
     span = (window - 1 if window else -1, 0)
     return varlen_attention(q, k, v, (starts, key_starts, *longest), scale=scale, window_size=span)
 
@@ -52,7 +54,9 @@ def flash_attn_segments(
     *,
     scale: float,
     window: int = 0,
+    index: Tensor | None = None,
 ) -> Tensor:
+    k, v = _copied(k, v, index)
     kernel = flash_attn(FUNCTION)
     assert kernel is not None, "load_flash_attn looked for it"
     out: Tensor = kernel(
@@ -68,6 +72,11 @@ def flash_attn_segments(
         deterministic=torch.are_deterministic_algorithms_enabled(),  # torch's own kernel reads the setting itself
     )
     return out
+
+
+def _copied(k: Tensor, v: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all segments one after the other: those that several have are copied."""
+    return (k, v) if index is None else (k.index_select(0, index), v.index_select(0, index))
 
 
 def _missing(use: Use) -> str | None:

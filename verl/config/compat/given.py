@@ -18,7 +18,7 @@ _SCHEDULES = {"veomni": "cosine", "automodel": "cosine", "torchtitan": "linear"}
 
 _MODEL_ENGINE = (
     *("optim", "optim@optim", "engine", "engine@engine", "engine.strategy", "model_engine", f"{ACTOR}strategy"),
-    "actor@actor_rollout_ref.actor",
+    *("actor@actor_rollout_ref.actor", "model_engine@_here_"),
 )
 """The keys with which verl's command lines select the model engine."""
 

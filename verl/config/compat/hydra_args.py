@@ -10,6 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from verl.bounds import bounded_yaml
+from verl.config.compat.layout import OF_FILE
 from verl.config.compat.table import find_row
 from verl.config.overrides import Argument, argument_of, keys_below, parse_argument
 from verl.config.tree import leaf_of
@@ -97,7 +98,7 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
         message = "no such file; give the folder of yours as an absolute --config-path"
         raise Refused(f"--config-name={name}: {path.absolute()}: {message}")
     elif packaged[1]:
-        yield Argument("model_engine", packaged[1], packaged[1])
+        yield Argument(OF_FILE, packaged[1], packaged[1])
 
 
 def _singles(argument: Argument) -> Iterable[Argument]:

@@ -21,7 +21,6 @@ from verl.config.backends import SYNC, import_object, traits_of
 from verl.config.compat import layout, lora, objective, optimizer
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 from verl.config.model_files import context_tokens
-from verl.config.served import reachable
 from verl.errors import Refused
 
 KWARGS, BACKEND = f"{ROLLOUT}engine_kwargs.", f"{ROLLOUT}checkpoint_engine.backend"
@@ -34,8 +33,7 @@ def _rollout_engine(given: Given) -> Result:
     with GPUs ours would be much slower, so the user must allow it."""
     key, fallback = f"{ROLLOUT}name", "rollout.fallback"
     name = given.value(key)
-    here = name is None or reachable(name, given.native.get("rollout.python"), given.native.get("rollout.url"))
-    engine = given.native.get("rollout.engine", name if here else "native")
+    engine, here = layout.engine_of_rollout(given)
     known = {own: f"{ROLLOUT}{of}" for of, own in traits_of(engine).public_keys.items()}
     options = {own: given.value(of) for own, of in known.items()}
     have: dict[str, list[str]] = {}

@@ -91,6 +91,16 @@ class TakesSets(Protocol):
     lora_experts: bool
     """A set may have factors of experts."""
 
+    @property
+    def lora_whole(self) -> bool:
+        """True if the policy may have weights that are trained whole beside its factors."""
+        ...
+
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        """Write these weights of the full set over the live ones, by their Hugging Face names, and drop all prefixes.
+        If it fails the runner is not ready."""
+        ...
+
     def add_set(self, parameters: ParameterSet, tensors: Mapping[str, Tensor]) -> None:
         """Compute with these factors for requests of the set from now on, in place of an earlier version of it. The
         tensors are valid during this call: they may be the trainer's own."""
@@ -106,13 +116,15 @@ class SetAbilities(TypedDict):
 
     lora_rank: int
     lora_experts: bool
+    lora_whole: bool
 
 
 def set_abilities(runner: object) -> SetAbilities:
     """Return the abilities of a runner with LoRA sets; one that takes none has rank 0."""
     if isinstance(runner, TakesSets):
-        return {"lora_rank": runner.lora_rank, "lora_experts": runner.lora_experts}
-    return {"lora_rank": 0, "lora_experts": False}
+        rank, experts, whole = runner.lora_rank, runner.lora_experts, runner.lora_whole
+        return {"lora_rank": rank, "lora_experts": experts, "lora_whole": whole}
+    return {"lora_rank": 0, "lora_experts": False, "lora_whole": False}
 
 
 @runtime_checkable
@@ -126,6 +138,16 @@ class Explores(Protocol):
 
     def start_version(self, version: int) -> None:
         """Draw the noise of this version, which has just become live, for requests that explore."""
+        ...
+
+
+@runtime_checkable
+class RecordsRoutes(Protocol):
+    """A `Runner` that may record the experts of its tokens."""
+
+    def routes_of(self, row: int, tokens: int) -> np.ndarray | None:
+        """Return the experts [tokens, layers, k] of the first tokens of a row, `NO_ROUTE` for a token that was not
+        computed; None if they are not recorded."""
         ...
 
 
@@ -303,7 +325,7 @@ class EngineCore:
         done = [(request, request.completion("abort")) for request in self.waiting if request in stopped]
         self.waiting = deque(request for request in self.waiting if request not in stopped)
         rows = [row for row, request in enumerate(self.running.requests) if request in stopped]
-        done += [(request, request.completion("abort")) for request in map(self.running.save, rows)]
+        done += [(request, request.completion("abort")) for request in map(self._saved, rows)]
         self._remove(np.asarray(rows, np.int64))
         return done
 
@@ -352,6 +374,8 @@ class EngineCore:
             self.identity = policy.identity
         if not policy.parameters.whole:
             assert isinstance(self.runner, TakesSets)
+            if policy.whole:
+                self.runner.overwrite(policy.whole)
             self.runner.add_set(policy.parameters, policy.factors)
         elif self._policy_has_factors:
             assert isinstance(self.runner, TakesSets)
@@ -405,7 +429,7 @@ class EngineCore:
         """Free KV (level 1) and weights (level 2), and return the number of bytes. Resident requests become waiting
         ones again, and keep their tokens."""
         assert self._launched is None, "a step is settled first"
-        preempted = [self.running.save(row) for row in range(self.running.n)]
+        preempted = [*map(self._saved, range(self.running.n))]
         self.running.remove(np.arange(self.running.n))
         self.waiting.extendleft(sorted(preempted, key=lambda request: -request.order))
         freed = self.runner.drop_kv()
@@ -443,10 +467,17 @@ class EngineCore:
         for row in ended.tolist():
             reason = REASONS[code[row - first]]
             assert reason is not None
-            request = running.save(row)
+            request = self._saved(row)
             done.append((request, request.completion(reason, stops.get(row) if reason == "stop" else None)))
         self._remove(ended)
         return done
+
+    def _saved(self, row: int) -> ActiveRequest:
+        """Return the request of a row, with all tokens sampled until now, and their routes."""
+        request = self.running.save(row)
+        if request.given.routes and isinstance(self.runner, RecordsRoutes):
+            request.add_routes(self.runner.routes_of(row, len(request.given.prompt_ids) + len(request.ids)))
+        return request
 
     def _remove(self, rows: np.ndarray) -> None:
         if len(rows):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from verl.media_tokens import Picture
 from verl.models.crossed import CrossedImage, CrossedRows, crossed_rows
 from verl.models.families import auto_class, family_of
-from verl.models.multimodal import mutual_masks
+from verl.models.multimodal import layer_embeddings, mutual_masks
 from verl.nn.lora import LowRank, low_ranks, with_low_ranks
 from verl.nn.rope import fix_rope
 from verl.parameter_set import POLICY_SET, ParameterSet
@@ -46,7 +46,7 @@ class HfRunner:
     transformers cannot build from its configuration."""
 
     looks_ahead = False  # a batch is static
-    lora_experts = True
+    lora_experts = lora_whole = True
 
     def __init__(self, context: RolloutContext, module: nn.Module | None, *, max_prefill_tokens: int) -> None:
         check_positive(max_prefill_tokens=max_prefill_tokens)
@@ -88,11 +88,19 @@ class HfRunner:
     def load(self, source: WeightReader) -> None:
         if not self._loaded or self._module is None:
             return self.prepare(source)()
+        self._write(source.tensors(), self._module.state_dict(keep_vars=True))
+
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        assert self._module is not None
+        state = self._module.state_dict(keep_vars=True)
+        self._write(weights.items(), {name: live for name, live in state.items() if name in weights})
+
+    def _write(self, tensors: Iterable[tuple[str, object]], live: Mapping[str, Tensor]) -> None:
+        """Write tensors over the live ones with their names, all of them."""
         self._loaded = False  # until all tensors are loaded
         self._images.clear()
-        state = self._module.state_dict(keep_vars=True)
-        places = {id(t): Destination(t.shape, t.data, t.shape, t.dtype) for t in state.values()}
-        receive(source.tensors(), {name: places[id(live)] for name, live in state.items()})
+        places = {id(t): Destination(t.shape, t.data, t.shape, t.dtype) for t in live.values()}
+        receive(tensors, {name: places[id(t)] for name, t in live.items()})
         self._loaded = True
 
     def prepare(self, source: WeightReader) -> Callable[[], None]:
@@ -191,9 +199,12 @@ class HfRunner:
                 hidden, self._cache, crossed = self._read(ids, positions, images, self._mask, cache)
                 self._crossed = crossed and crossed.last()
                 return self._head(hidden[:, -1])
-            if self._crossed is not None:
-                given = {"position_ids": positions, "attention_mask": self._mask, **self._crossed.given(), **cache}
-                return self._head(self._language()(input_ids=ids, **given).last_hidden_state[:, -1])
+            if self._family is not None and self._family.axes == 1:  # a placeholder here is text
+                readers = {} if self._crossed is None else self._crossed.given()
+                given = {"position_ids": positions, "attention_mask": self._mask, **readers, **cache}
+                out = self._language()(input_ids=ids, **given)
+                self._cache = out.past_key_values
+                return self._head(out.last_hidden_state[:, -1])
             options = {"position_ids": positions, "logits_to_keep": 1}
             known = {name: value for name, value in options.items() if name in self._arguments}
             out = self._module(input_ids=ids, attention_mask=self._mask, **cache, **known)
@@ -203,7 +214,8 @@ class HfRunner:
     def _head(self, hidden: Tensor) -> Tensor:
         module: Any = self._module
         logits: Tensor = module.get_output_embeddings()(hidden)
-        return logits
+        cap = vars(self._config.get_text_config()).get("final_logit_softcapping")
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def _language(self) -> Any:
         module: Any = self._module
@@ -242,12 +254,12 @@ class HfRunner:
                 x[row, where], here[row, where] = seen.features, True
                 numbers[row, first:] = torch.from_numpy(image.numbers(width - first)).to(self._device)
                 deeper.append(seen.deeper)
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = layer_embeddings(language, ids, here)
         if deeper[0]:
             added = [torch.cat(states) for states in zip(*deeper, strict=True)]
-            more = {"visual_pos_masks": here, "deepstack_visual_embeds": added}
+            more |= {"visual_pos_masks": here, "deepstack_visual_embeds": added}
         known: Any = mask
-        if self._family.mutual:
+        if self._family.attends(vars(language.config)):
             known = mutual_masks(language.config, x, numbers, mask)  # the module's own: it names an attention
         at = at if self._family.axes > 1 else at[0]
         out = language(inputs_embeds=x, position_ids=at, attention_mask=known, **cache, **more)
@@ -294,7 +306,9 @@ class HfRunner:
         given = torch.from_numpy(ids).to(self._device)
         rows = given[None, :-1]
         with self._with_set(parameters):
-            if images is None:
+            if images is None and self._family is not None and self._family.axes == 1:
+                logits = self._head(self._language()(input_ids=rows, use_cache=False).last_hidden_state[0])
+            elif images is None:
                 logits = self._module(input_ids=rows, use_cache=False).logits[0]
             else:
                 self._images.clear()  # a set may change the tower

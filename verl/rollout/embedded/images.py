@@ -10,7 +10,7 @@ import numpy as np
 
 from verl.models.families import ImageFamily, family_of, positions_from
 from verl.rollout.base import RolloutContext
-from verl.types import Grid, Medium, Segment
+from verl.types import Medium, Segment
 
 if TYPE_CHECKING:
     from verl.media_tokens import Picture
@@ -68,17 +68,19 @@ class ImageReader:
             pictures = content.of({m.reference: None for m in spans})
             positions, after = np.arange(len(ids))[None], len(ids)
             if family.positions is not None:
-                places = {name: family.places(self._config, p.grid, p.clip) for name, p in pictures.items()}
+                places = {
+                    name: family.places(self._config, p.grid, p.clip, sound=p.sound) for name, p in pictures.items()
+                }
                 own = {name: found for name, found in places.items() if found is not None}
                 positions, after = positions_from(0, len(ids), spans, own, family.axes)
-            features = [self._features(ids, m, family, pictures[m.reference].grid) for m in spans]
+            features = [self._features(ids, m, family, pictures[m.reference]) for m in spans]
         except ValueError as e:
             raise ValueError(f"{what}: {e}") from e
         return RequestImages(spans, pictures, positions + (len(ids) - after), np.concatenate(features))
 
-    def _features(self, ids: np.ndarray, m: Medium, family: ImageFamily, grid: Grid) -> np.ndarray:
+    def _features(self, ids: np.ndarray, m: Medium, family: ImageFamily, picture: Picture) -> np.ndarray:
         """Return the indices of the tokens that are an image's features."""
         found = m.start + np.flatnonzero(np.isin(ids[m.start : m.end], self._feature_ids))
-        if (wanted := family.features(self._config, grid)) != len(found):
+        if (wanted := family.features(self._config, picture.grid, sound=picture.sound)) != len(found):
             raise ValueError(f"image {m.reference} has {wanted} features by its size, and {len(found)} tokens for them")
         return found

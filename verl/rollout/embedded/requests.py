@@ -14,7 +14,7 @@ from verl.parameter_set import POLICY_SET
 from verl.rollout.base import Completion, DecodeFn, GenerateRequest
 from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.sampler import SamplingMetadata, stream_of
-from verl.types import NOISE_SIDE, Medium, StopReason
+from verl.types import NO_ROUTE, NOISE_SIDE, Medium, StopReason
 
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
@@ -40,6 +40,8 @@ class ActiveRequest:
     """The standard deviation of the noise of each version that has sampled, if it explores."""
     reported: int = 0
     """The number of tokens that `on_tokens` was called with."""
+    routes: np.ndarray | None = None
+    """The experts of each token of prompt and answer, if the runner records them, as they were first computed."""
     images: RequestImages | None = None
     """The content of the images of its prompt."""
 
@@ -56,6 +58,14 @@ class ActiveRequest:
             self.span_starts.append((version, start))
         if self.explores:
             self.sigmas[version] = sigma
+
+    def add_routes(self, found: np.ndarray | None) -> None:
+        """Take the experts `found` [P + t, layers, k] of all tokens until now. Tokens whose KV is computed again, maybe
+        with newer weights, keep the experts that they were sampled with."""
+        if self.routes is not None and found is not None:
+            n, known = len(self.routes), self.routes != NO_ROUTE
+            found[:n][known] = self.routes[known]
+        self.routes = found
 
     def context(self) -> np.ndarray:
         """Return the ids that need resident KV before the next token can be sampled."""
@@ -74,10 +84,8 @@ class ActiveRequest:
         if self.explores:
             sigmas = [np.full(end - start, self.sigmas[v], np.float32) for v, start, end in spans]
             side[NOISE_SIDE] = np.concatenate([NO_LOGPROBS, *sigmas])
-        name = self.given.parameters
-        return Completion(
-            self.given.id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens, side, parameters=name
-        )
+        given, name = (self.given.id, self.ids, self.logprobs, spans, reason, stop), self.given.parameters
+        return Completion(*given, self.cached_tokens, side, routes=self.routes, parameters=name)
 
 
 News = tuple[ActiveRequest, np.ndarray, np.ndarray]  # ids [t], log-probs [t]

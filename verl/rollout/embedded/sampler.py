@@ -140,6 +140,11 @@ def split_draws(both: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return ids.astype(np.int64), logprobs.astype(np.float32)
 
 
+def concat_draws(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids and log-probs of consecutive blocks of rows, joined."""
+    return np.concatenate([ids for ids, _ in parts]), np.concatenate([logprobs for _, logprobs in parts])
+
+
 def _truncate(logits: Tensor, rows: np.ndarray, sampling: SamplingMetadata) -> Tensor:
     """Return the logits, already divided by the temperature, with -inf for the ids that `rows` do not draw from."""
     index = torch.from_numpy(rows).to(logits.device)

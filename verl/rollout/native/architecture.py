@@ -68,6 +68,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(mlp_bias="mlp_bias"),
     "mistral": Architecture(qkv_bias=False, out_bias=False, same_window=True),
     "qwen2": Architecture(qkv_bias=True, out_bias=False),
+    "qwen2_5_omni_text": Architecture(qkv_bias=True, out_bias=False, axes="in sections"),
     "qwen2_5_vl_text": Architecture(qkv_bias=True, out_bias=False, axes="in sections"),
     "qwen2_vl_text": Architecture(qkv_bias=True, out_bias=False, axes="in sections"),
     "qwen3": Architecture(qk_norm=True),
@@ -75,6 +76,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_moe": Architecture(qk_norm=True, experts=True, same_window=True),
     "qwen3_next": replace(_HYBRID, delta="by key head", experts=True, shared_expert=True, axes="one"),
+    "qwen3_omni_moe_text": Architecture(qk_norm=True, experts=True, axes="in turns"),
     "qwen3_vl_moe_text": Architecture(qk_norm=True, experts=True, axes="in turns"),
     "qwen3_vl_text": Architecture(qk_norm=True, axes="in turns"),
 }
@@ -154,7 +156,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
     family, whole, config = family_of(config), config, config.get_text_config()
     arch = ARCHITECTURES.get(config.model_type)
     axes = family.axes if family is not None else 1 if config is whole else 0
-    if family is not None and family.mutual:
+    if family is not None and family.attends(vars(config)):
         raise UnsupportedModel(f"model_type={whole.model_type!r}: tokens of an image attend to each other")
     if arch is None or axes not in ((1,) if arch.axes == "one" else (1, 3)):
         known = sorted(name.removesuffix("_text") for name in ARCHITECTURES)

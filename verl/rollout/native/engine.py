@@ -29,8 +29,20 @@ def build(
         if context.noise is not None:
             fix = "leave noise_sigma_start out"
             raise Refused(f"rollout.engine_options.noise_sigma_start: no other engine has noise, and {e}; {fix}") from e
+        if options.replay_routes:
+            key = "rollout.engine_options.replay_routes=true"
+            raise Refused(f"{key}: no other engine records routes, and {e}; leave it out") from e
         return hf.build(hf.Options(), context, notes=(f"rollout: the hf engine is used, since {e}",))
-    slower = {"compiled kernels": runner.ops.missing, "the decode kernels": runner.without_fused}
+    routes = (
+        "replay_routes=true: it records experts"
+        if options.replay_routes and torch.device(context.device).type == "cuda"
+        else None
+    )
+    slower = {
+        "compiled kernels": runner.ops.missing,
+        "the decode kernels": runner.without_fused,
+        "pages and captured steps": routes,
+    }
     cached = options.prefix_cache_tokens > 0
     return EmbeddedEngine(runner, context, prefix_cache=cached, notes=slower_notes(slower))
 

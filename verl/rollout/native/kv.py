@@ -146,10 +146,12 @@ class Prefix:
     kv: Tensor  # [layers, 2, K, P, D]
     hidden: Tensor  # [hidden], after the final norm
     states: States | None = None  # after its last token
+    routes: np.ndarray | None = None  # [P, layers, k]: the experts of its tokens, if they are recorded
 
     @property
     def nbytes(self) -> int:
-        return self.kv.nbytes + self.hidden.nbytes + (0 if self.states is None else self.states.nbytes)
+        beside = [part.nbytes for part in (self.states, self.routes) if part is not None]
+        return self.kv.nbytes + self.hidden.nbytes + sum(beside)
 
     @property
     def cost(self) -> int:
@@ -189,16 +191,17 @@ class PrefixStore:
             self._entries.move_to_end(key)
         return entry
 
-    def longest(self, key: PromptKey, ids: np.ndarray) -> tuple[Tensor, States | None] | None:
-        """Return KV [layers, 2, K, P, D] and states of the longest stored proper prefix of `ids` that is worth
-        continuing."""
+    def longest(self, key: PromptKey, ids: np.ndarray) -> tuple[Tensor, States | None, np.ndarray | None] | None:
+        """Return KV [layers, 2, K, P, D], states and routes [P, layers, k] of the longest stored proper prefix of `ids`
+        that is worth continuing."""
         lengths = sorted((n for n in self._lengths if n < len(ids)), reverse=True)
         hashes = _prefix_hashes(ids) if lengths else ids
         for length in lengths:
             entry = self._heads.get((*key[:3], length, int(hashes[length - 1])))
             if entry is not None and np.array_equal(entry.ids[:length], ids[:length]):
                 self._entries.move_to_end(entry.key)
-                return entry.kv[:, :, :, :length], entry.states
+                routes = None if entry.routes is None else entry.routes[:length]
+                return entry.kv[:, :, :, :length], entry.states, routes
         return None
 
     def put(self, entry: Prefix) -> None:

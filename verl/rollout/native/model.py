@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
@@ -20,11 +21,14 @@ from verl.accel.operations import Call
 from verl.rollout.embedded.features import SeenImages, packed
 from verl.rollout.native.architecture import Shape, rotary_frequencies, shape_of
 from verl.rollout.native.delta import DeltaNet, PromptStates, States
-from verl.rollout.native.kv import SlotCache
+from verl.rollout.native.kv import SlotCache, round_up
 from verl.rollout.native.layers import add_normed
+from verl.rollout.native.routes import recording
 from verl.rollout.native.sets import GroupedRows, SetRows, adapted
 from verl.rollout.native.weights import Layer, Weights
 
+READ_STEP = 8  # tokens; the width that attention reads is a multiple: one vector register of float32
+BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # rows per block of attention; the share of KV reads below which blocks are used
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
 Attention = Callable[[int, Layer, Tensor], Tensor]
 """A function of (index of the layer's KV, the layer, qkv [T, (H + 2K) D]) that returns the mixed values [T, H D]."""
@@ -100,15 +104,17 @@ class Model:
         sets: SetRows | None,
         seen: SeenImages | None = None,
         recurrence: Recurrence | None = None,
+        routes: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the final hidden states [T, hidden] of ids [T]. Prefill and decode differ only in `attention` and
         `recurrence`. sets: the LoRA sets of these tokens, if any has one · seen: their images · recurrence: None if no
-        layer is a delta net"""
+        layer is a delta net · routes: gets the experts [T, k] that each layer chooses"""
         weights = self.live
         x = weights.embedded(ids)
         if seen is not None:
             seen.replace_in(x)
         for i, layer in enumerate(adapted(layer, i, sets) for i, layer in enumerate(weights.layers)):
+            layer = recording(layer, routes)
             given = layer.qkv(layer.norm(x))
             if layer.delta is None:
                 mixed = self._attended(attention, layer, given)
@@ -148,6 +154,7 @@ class Model:
         lo: int,
         blocks: Sequence[tuple[int, int, int]],
         sets: SetRows | None = None,
+        routes: list[Tensor] | None = None,
     ) -> Tensor:
         """Return the final hidden states [n, hidden] of tokens at positions, both [n], in slots lo..lo+n-1, and write
         their KV. `blocks` are (first row, end row, KV width that is read, more than its positions); they cover the rows
@@ -169,7 +176,7 @@ class Model:
                 mixed.append(_attend_rows(q[rows], keys, values, bias, s.query_scale, s.attention_cap))
             return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).view(n, -1)
 
-        return self.forward(tokens, attention, sets, recurrence=cache.recurrence(lo, n))
+        return self.forward(tokens, attention, sets, recurrence=cache.recurrence(lo, n), routes=routes)
 
     def decode_exact(
         self,
@@ -179,6 +186,7 @@ class Model:
         positions: Tensor,
         lo: int,
         sets: GroupedRows | None = None,
+        routes: list[Tensor] | None = None,
     ) -> Tensor:
         """Do the same as `decode` by the operation `slot_attention`, with which each row reads only its own KV. All
         layers are computed by one call if a kernel supports that."""
@@ -193,12 +201,14 @@ class Model:
             mixed: Tensor = attend(*given, window=layer.window)
             return mixed
 
-        return self.forward(tokens, attention, sets, recurrence=cache.recurrence(lo, len(tokens)))
+        return self.forward(tokens, attention, sets, recurrence=cache.recurrence(lo, len(tokens)), routes=routes)
 
     @torch.inference_mode()
-    def prefill(self, chunks: Sequence[Chunk], sets: SetRows | None = None) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, chunks: Sequence[Chunk], sets: SetRows | None = None, routes: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Return KV [layers, 2, K, T, D] and final hidden states [T, hidden] of the packed tokens, in the order of the
-        chunks."""
+        chunks. routes: as in `forward`"""
         s = self.shape
         spans = [chunk.span for chunk in chunks]
         self.rotary.reserve(max(end for _, end in spans))
@@ -217,7 +227,7 @@ class Model:
             kv[i, 1].copy_(v.transpose(0, 1))
             return plan.attend(i, layer.window, q, k, v).flatten(1)
 
-        return kv, self.forward(torch.cat([c.ids for c in chunks]), attention, sets, seen, states)
+        return kv, self.forward(torch.cat([c.ids for c in chunks]), attention, sets, seen, states, routes)
 
     @torch.inference_mode()
     def prefill_joined(
@@ -280,6 +290,17 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: f
         scores = torch.baddbmm(bias, q, keys.transpose(1, 2), alpha=scale)
         return torch.bmm(torch.softmax(scores, dim=-1), values)
     return scaled_dot_product_attention(q[None], keys[None], values[None], attn_mask=bias[None], scale=scale)[0]
+
+
+def read_blocks(positions: np.ndarray) -> list[tuple[int, int, int]]:
+    """Return (first row, end row, KV width) of each attention call for rows at positions [n]: one call for all rows,
+    unless a few long rows would make most others read far beyond their end."""
+    n, widths = len(positions), round_up(positions + 1, READ_STEP)
+    blocks = [(lo, min(n, lo + BLOCK_ROWS), int(widths[lo : lo + BLOCK_ROWS].max())) for lo in range(0, n, BLOCK_ROWS)]
+    longest = max(width for _, _, width in blocks)
+    if sum((hi - lo) * width for lo, hi, width in blocks) > BLOCKS_PAY * n * longest:
+        return [(0, n, longest)]
+    return blocks
 
 
 class PrefillAttention:

@@ -38,6 +38,10 @@ class Options:
     noise_sigma_end: Annotated[float, Meta(gt=0)] | None = None
     """That in the last stage; it falls exponentially from stage to stage. None: the same as in the first one."""
 
+    replay_routes: bool = False
+    """Record the experts of every token of prompts and answers, and train the policy with them (router replay, R3). The
+    weights of the experts are those of the trainer's own router. Reference and critic choose themselves."""
+
     def __post_init__(self) -> None:
         check_positive(max_prefill_tokens=self.max_prefill_tokens)
         if self.prefix_cache_tokens < 0:
@@ -45,11 +49,14 @@ class Options:
 
 
 def native_faults(config: Config, pools: Mapping[str, Pool], roles: Mapping[str, str]) -> Iterator[str]:
-    """Yield a fault if the KV slots have no room for one whole sequence, and those of exploration noise."""
+    """Yield a fault if the KV slots have no room for one whole sequence, and those of exploration noise and of router
+    replay."""
     from verl.config.backends import longest_sequence
     from verl.config.noise import noise_faults
+    from verl.config.routes import route_faults
 
     yield from noise_faults(config)
+    yield from route_faults(config)
     held, longest = config.rollout.engine_options.get("max_kv_tokens"), longest_sequence(config)
     if held is not None and held < longest:
         key = "rollout.engine_options.max_kv_tokens"

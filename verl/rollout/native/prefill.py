@@ -20,6 +20,7 @@ from verl.rollout.native.delta import States
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.model import Chunk, Model
 from verl.rollout.native.options import Options
+from verl.rollout.native.routes import RowRoutes
 from verl.rollout.native.sets import LiveSets
 
 SHORT_PROMPT = 256  # tokens up to which reading the KV row by row costs less than blocks of it, with padding and copies
@@ -46,6 +47,8 @@ class Job:
     """Its images."""
     states: States | None
     """The states after the first `done` tokens."""
+    routes: np.ndarray | None
+    """The experts [P, layers, k] of the first `done` tokens, if they are recorded."""
     entry: Prefix | None = None
     """The computed prompt; None until the last pass."""
 
@@ -53,12 +56,15 @@ class Job:
         """Return the images of the next tokens."""
         return None if self.seen is None else self.seen.part(self.done, self.done + tokens)
 
-    def add(self, kv: Tensor, hidden: Tensor) -> None:
-        """Add the KV [layers, 2, K, t, D] of the next t tokens. `hidden` [hidden] is the final state of the last."""
+    def add(self, kv: Tensor, hidden: Tensor, routes: np.ndarray | None = None) -> None:
+        """Add the KV [layers, 2, K, t, D] of the next t tokens. hidden: the final state [hidden] of the last of them ·
+        routes: their experts [t, layers, k], if they are recorded"""
         done, self.done = self.done, self.done + kv.shape[3]
         self.kv[:, :, :, done : self.done] = kv
+        if self.routes is not None and routes is not None:
+            self.routes[done : self.done] = routes
         if self.done == len(self.ids):
-            self.entry = Prefix(self.key, self.ids, self.kv, hidden.clone(), self.states)
+            self.entry = Prefix(self.key, self.ids, self.kv, hidden.clone(), self.states, self.routes)
 
 
 Part = tuple[Job, int]
@@ -76,10 +82,12 @@ class Prefiller:
         lanes: Lanes,
         dtype: torch.dtype,
         images: EncodedImages | None,
+        routes: RowRoutes | None,
         options: Options,
         deterministic: bool,
     ) -> None:
         self._model, self._sets, self._lanes, self._dtype, self._images = model, sets, lanes, dtype, images
+        self._routes = routes
         self._max_prefill_tokens, self._deterministic = options.max_prefill_tokens, deterministic
         self.store = PrefixStore(options.prefix_cache_tokens)
         self._jobs: dict[PromptKey, Job] = {}
@@ -152,13 +160,16 @@ class Prefiller:
         # continuing a stored prefix rounds differently than computing the whole
         past = None if self._deterministic else self.store.longest(key, ids)
         done, states = 0, self._no_states()
+        routes = None if self._routes is None else self._routes.empty(len(ids))
         if past is not None:
             done = past[0].shape[3]
             kv[:, :, :, :done] = past[0]
             states = None if past[1] is None else past[1].copy()
+            if routes is not None and past[2] is not None:
+                routes[:done] = past[2]
         self.counts["reused_tokens"] += done
         seen = self._seen(request.images, len(ids))
-        return Job(key, ids, kv, done, cached=done, keep=not len(request.ids), seen=seen, states=states)
+        return Job(key, ids, kv, done, cached=done, keep=not len(request.ids), seen=seen, states=states, routes=routes)
 
     def advance(self) -> None:
         """Run one pass, of at most `max_prefill_tokens` tokens."""
@@ -227,11 +238,15 @@ class Prefiller:
             ]
             numbers = [np.full(n, self._sets.number(job.key[0])) for job, n in items]
             sets = self._sets.grouped(np.concatenate(numbers))
+            routes = None
             if joined is not None and short:
                 kv, hidden = model.prefill_joined(joined, chunks, sets)
             else:
-                kv, hidden = model.prefill(chunks, sets)
+                found = None if self._routes is None else list[Tensor]()
+                kv, hidden = model.prefill(chunks, sets, found)
+                routes = self._routes.joined(found) if self._routes is not None and found is not None else None
             start = 0
             for job, tokens in items:
                 start += tokens
-                job.add(kv[:, :, :, start - tokens : start], hidden[start - 1])
+                mine = slice(start - tokens, start)
+                job.add(kv[:, :, :, mine], hidden[start - 1], None if routes is None else routes[mine])

@@ -30,6 +30,7 @@ from verl.rollout.embedded.sampler import (
     SamplingMetadata,
     banned_of,
     close_banned,
+    concat_draws,
     draw_rows,
     score_logits,
     scores_of,
@@ -37,20 +38,19 @@ from verl.rollout.embedded.sampler import (
 )
 from verl.rollout.native.codes import CodesReader
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
-from verl.rollout.native.model import Model
+from verl.rollout.native.model import Model, read_blocks
 from verl.rollout.native.noise import NormNoise
 from verl.rollout.native.ops import DecodeOps, choose_block_linear, choose_decode_ops, choose_ops
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PAGE, PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
+from verl.rollout.native.routes import RowRoutes
 from verl.rollout.native.sets import NO_SET, LiveSets
 from verl.rollout.native.tower import tower_of
 from verl.rollout.native.weights import Storage, Weights, weights_of
 from verl.wire import WireFormat
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
-READ_STEP = 8  # tokens; the width that attention reads is a multiple: one vector register of float32
-BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # rows per block of attention; the share of KV reads below which blocks are used
 MIN_LANE_ROWS = 8  # rows of a decode step that one lane gets at least
 
 
@@ -61,6 +61,7 @@ class NativeRunner:
 
     _explores = False  # the resident rows are sampled under noise
     _decoded = 0  # tokens
+    _longest = _ahead = 0  # length of the longest resident row now, and the longest possible at the end
     _torn: Weights | None = None  # weights that are partly overwritten by a failed load
 
     def __init__(
@@ -91,6 +92,8 @@ class NativeRunner:
         prompts = choose("prompt_attention", self._use())
         self.model.prompt_attention = None if prompts is None else prompts.call
         in_pages = (device.type == "cuda" if paged is None else paged) and self.model.shape.delta is None
+        self._routes = RowRoutes(self.model.shape, self.max_rows) if options.replay_routes else None
+        in_pages = in_pages and self._routes is None  # steps over slots alone are recorded
         chosen = (
             choose_decode_ops(self._use()) if in_pages and device.type == "cuda" and decode_ops is None else decode_ops
         )
@@ -106,7 +109,6 @@ class NativeRunner:
             block_linear=block_linear or self._block_linear(),
         )
         self._fixed_rows = self._deterministic and not self.ops.products.exact_rows
-        self._separately = self._deterministic and device.type == "cuda"
         self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)
         if fused is None:  # over the pages of the longest row, and not every paged kernel supports capped scores
             in_pages = in_pages and not self._deterministic and not self.model.shape.attention_cap
@@ -117,7 +119,7 @@ class NativeRunner:
         self._sets = LiveSets(self.model.shape, self.ops.products, *kept, stacks=in_pages)
         self._row_sets = np.full(self.max_rows, NO_SET)  # of each resident row
         self._images = None if self._tower is None else EncodedImages(self._encode)
-        made = self._sets, self._lanes, self.compute_dtype, self._images, options
+        made = self._sets, self._lanes, self.compute_dtype, self._images, self._routes, options
         self._prompts = Prefiller(self.model, *made, self._deterministic)
         mixed = self._facts.mixed_tokens if mixed_tokens is None else mixed_tokens
         # the bits of a prompt would depend on the free places of the steps
@@ -127,7 +129,6 @@ class NativeRunner:
         self._noise = None if context.noise is None else NormNoise(context.noise, self.model.shape)
         self._drawn = np.zeros(0, np.int64)  # the ids of the last step over slots
         self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can have at its end
-        self._longest = self._ahead = 0  # length of the longest resident row now, and the longest possible at the end
 
     def _use(self) -> Use:
         s = self.model.shape
@@ -171,6 +172,10 @@ class NativeRunner:
         return WireFormat(str(self._dtype).removeprefix("torch."), fp8=self._fp8, codes=codes)
 
     @property
+    def lora_whole(self) -> bool:
+        return self.ops.products.keeps or self.ops.products.fills
+
+    @property
     def ready(self) -> bool:
         return self.model.weights is not None
 
@@ -196,29 +201,39 @@ class NativeRunner:
     def load(self, source: WeightReader) -> None:
         live = self.model.weights or self._torn
         self.model.weights = self._torn = None  # until all tensors are loaded
-        if live is None or not live.destinations or CodesReader(source, self._device).weights:
+        if live is None or not live.reloads or CodesReader(source, self._device).weights:
             del live  # frees the memory for the new weights
             return self.prepare(source)()
         self._torn = live  # graphs read it, and there is room for no other
-        receive(self._read(source), live.destinations)
+        receive(self._read(source.tensors()), live.destinations)
         live.pack_tied_head()
         self._torn = None
         self._start(live)
 
-    def _read(self, source: WeightReader) -> Iterable[tuple[str, object]]:
+    def overwrite(self, weights: Mapping[str, Tensor]) -> None:
+        self._use_noise(False)  # else norms that are not written would keep it
+        live = self.model.live
+        self.model.weights, self._torn = None, live  # until all of them are written
+        receive(self._read(weights.items()), {n: to for n, to in live.destinations.items() if n in weights})
+        self._torn = None
+        self._start(live)
+
+    def _read(self, tensors: Iterable[tuple[str, object]]) -> Iterable[tuple[str, object]]:
         dequantises = self._fp8 and self.ops.block_linear is None
-        return dequantised(source.tensors()) if dequantises else source.tensors()
+        return dequantised(tensors) if dequantises else tensors
 
     def prepare(self, source: WeightReader) -> Callable[[], None]:
         layout = self.ops.products if self.ops.products.fills else None
-        kept = self.ops.block_linear is not None
+        kept, wide = self.ops.block_linear is not None, self.ops.float32_linear is not None
         codes = CodesReader(source, self._device)
         kinds = self._dtype, self.compute_dtype, self._device
         exact = self._dtype == self.compute_dtype == torch.float32 and self._device.type == "cpu"
         shared = codes.shared if exact else frozenset[str]()
         given, noisy = (*kinds, layout, kept, self._tower), self._noise is not None
-        storage = Storage(self.model.shape, *given, coded=codes.weights, shared=shared, exact_norms=noisy)
-        receive(codes.rest(iter(self._read(source)), storage.claimed), storage.destinations)
+        storage = Storage(
+            self.model.shape, *given, coded=codes.weights, shared=shared, exact_norms=noisy, float32_head=wide
+        )
+        receive(codes.rest(iter(self._read(source.tensors())), storage.claimed), storage.destinations)
         return partial(self._switch, weights_of(storage, self.ops, codes))
 
     def _switch(self, fresh: Weights) -> None:
@@ -307,6 +322,8 @@ class NativeRunner:
             need = self._need(request)
             self._needs[resident + len(ready)] = need
             self._row_sets[resident + len(ready)] = self._sets.number(request.given.parameters)
+            if self._routes is not None and found[0].routes is not None:
+                self._routes.fill(resident + len(ready), found[0].routes)
             self._ahead = max(self._ahead, need)
             ready.append(found[0])
             cached.append(found[1])
@@ -383,7 +400,6 @@ class NativeRunner:
         tokens, positions = rows.tokens, rows.positions
         if rows.drawn_by is not None:
             tokens = np.where(rows.drawn_by < 0, tokens, self._drawn[rows.drawn_by])
-            positions = positions.clip(min=0)  # a row that ends writes what is not read
         drawn = self._decode_slots(tokens, positions, rows.sampling)
         self._drawn = drawn[0]
         return lambda: drawn
@@ -394,12 +410,14 @@ class NativeRunner:
             self._longest = int(positions.max()) + 1
             self._reserve(n, live=n)
             self.model.rotary.reserve(self._longest)
+        if self._routes is not None:
+            self._routes.reserve(self._longest)
         jobs = [
             partial(self._decode_rows, part.start, tokens[part], positions[part], sampling.of(part))
             for part in self._split(n)
         ]
         wide = len(jobs) == 1 and not self._fixed_rows and wide_pays(n, self.model.weights_per_product)
-        return _joined([self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs))
+        return concat_draws([self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs))
 
     def _split(self, n: int) -> list[slice]:
         """Return the row ranges of one step, one per useful lane, or of fixed size if bits depend on the size."""
@@ -412,35 +430,44 @@ class NativeRunner:
     @torch.inference_mode()
     def _decode_rows(self, lo: int, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
         """Decode one token in each of slots lo..lo+n-1, and sample the next one."""
-        n = len(tokens)
+        n, routes = len(tokens), None if self._routes is None else list[Tensor]()
+        places, positions = positions, positions.clip(min=0)  # a row that ends writes KV that is not read
         if self._fixed_rows:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
         ids, at = self._on_device(tokens), self._on_device(positions)
         sets = self._sets.grouped(self._row_sets[lo : lo + n], whole=self._fixed_rows)
         if self.ops.slot_attention is not None:
-            hidden = self.model.decode_exact(self.ops.slot_attention, self._cache, ids, at, lo, sets)
+            hidden = self.model.decode_exact(self.ops.slot_attention, self._cache, ids, at, lo, sets, routes)
         else:
             blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._fixed_rows else read_blocks(positions)
-            hidden = self.model.decode(self._cache, ids, at, lo, blocks, sets)
+            hidden = self.model.decode(self._cache, ids, at, lo, blocks, sets, routes)
+        if self._routes is not None and routes is not None:
+            self._routes.write(lo, places, routes)
         # never all logits of a large vocabulary at once
         block = max(MIN_LANE_ROWS, self._facts.sampled_logits // self.vocab_size)
         drawn = []
         for lo in range(0, n, block):
             logits = self.model.live.logits(hidden[lo : lo + block])[: n - lo]
             drawn.append(self._sample(logits, sampling.of(slice(lo, lo + block))))
-        return _joined(drawn)
+        return concat_draws(drawn)
 
     def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> Sampled:
         if sampling.banned is not None and self._banned is not None:
             close_banned(logits, self._on_device(sampling.banned), self._banned)
-        return split_draws(draw_rows(logits, sampling, self.ops.sample, separately=self._separately))
+        separately = self._deterministic and self._device.type == "cuda"
+        return split_draws(draw_rows(logits, sampling, self.ops.sample, separately=separately))
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
         self._needs[holes], self._row_sets[holes] = self._needs[sources], self._row_sets[sources]
+        if self._routes is not None:
+            self._routes.move(sources, holes)
         if self._paged is not None:
             return self._paged.cache.move(sources, holes, kept)
         with torch.inference_mode():
             self._cache.move(sources, holes, tokens)
+
+    def routes_of(self, row: int, tokens: int) -> np.ndarray | None:
+        return None if self._routes is None else self._routes.of(row, tokens)
 
     def _reserve(self, rows: int, live: int) -> None:
         if self._fixed_rows:
@@ -468,19 +495,3 @@ class NativeRunner:
 
     def _on_device(self, column: np.ndarray) -> Tensor:
         return torch.from_numpy(column).to(self._device)
-
-
-def _joined(parts: Sequence[Sampled]) -> Sampled:
-    """Join the samples of consecutive blocks of rows."""
-    return np.concatenate([ids for ids, _ in parts]), np.concatenate([logprobs for _, logprobs in parts])
-
-
-def read_blocks(positions: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (first row, end row, KV width) of each attention call for rows at positions [n]: one call for all rows,
-    unless a few long rows would make most others read far beyond their end."""
-    n, widths = len(positions), round_up(positions + 1, READ_STEP)
-    blocks = [(lo, min(n, lo + BLOCK_ROWS), int(widths[lo : lo + BLOCK_ROWS].max())) for lo in range(0, n, BLOCK_ROWS)]
-    longest = max(width for _, _, width in blocks)
-    if sum((hi - lo) * width for lo, hi, width in blocks) > BLOCKS_PAY * n * longest:
-        return [(0, n, longest)]
-    return blocks

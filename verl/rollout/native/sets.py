@@ -268,7 +268,7 @@ class StackedFactors:
         columns = {key: places * len(one.parts) * rank for key, one in parts.items()}
         self.a = {key: like.new_zeros(columns[key], one.width) for key, one in parts.items()}
         self.b = {key: like.new_zeros(sum(rows for _, rows in one.parts), columns[key]) for key, one in parts.items()}
-        self.scales = torch.zeros(places, device=like.device)
+        self.scales = torch.zeros(places, dtype=torch.float32, device=like.device)
         self._products = {key: (make(self.a[key], None), make(self.b[key], None)) for key in parts}
 
     def fits(self, number: int, one: LoraSet) -> bool:

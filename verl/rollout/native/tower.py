@@ -1,4 +1,5 @@
-"""The vision tower of a model: the module of transformers, computed with the weights that were published."""
+"""The vision and the audio tower of a model: the modules of transformers, computed with the weights that were
+published."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from verl.rollout.embedded.features import Features, encoded_alone
 
 
 def tower_of(config: Any, dtype: torch.dtype, device: torch.device) -> Tower | None:
-    """Return the vision tower of a model; None: the model reads text alone."""
+    """Return the vision tower of a model, and its audio tower; None: the model reads text alone."""
     family = family_of(config)
     return None if family is None else Tower(config, family, dtype, device)
 
@@ -32,7 +33,8 @@ class Tower:
         delattr(base, family.language)
         self._shapes = dict[str, torch.Size]()
         for name in family.encoder:
-            part = _built(type(base.get_submodule(name)), config, dtype).to(device).eval()
+            sound = family.sounds is not None and name == family.sounds.tower
+            part = _built(type(base.get_submodule(name)), config, dtype, sound=sound).to(device).eval()
             setattr(base, name, part)
             self._shapes |= {f"{name}.{key}": tensor.shape for key, tensor in part.state_dict().items()}
             for tensor in part.parameters():  # of the module only the structure and the buffers are used
@@ -54,12 +56,14 @@ class Tower:
         return found
 
 
-def _built(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """Return a module of this class: a tower, by its own configuration, or a projector by that of the whole model."""
+def _built(kind: Any, config: Any, dtype: torch.dtype, *, sound: bool) -> nn.Module:
+    """Return a module of this class: a tower, by its own configuration, or a projector by that of the whole model.
+    sound: it is the audio tower"""
     from transformers import PreTrainedModel
 
     if issubclass(kind, PreTrainedModel):
-        tower: nn.Module = kind._from_config(copy.deepcopy(config.vision_config), dtype=dtype)
+        own = config.audio_config if sound else config.vision_config
+        tower: nn.Module = kind._from_config(copy.deepcopy(own), dtype=dtype)
         return tower
     projector: nn.Module = kind(copy.deepcopy(config))
     return projector.to(dtype)

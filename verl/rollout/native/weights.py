@@ -65,7 +65,8 @@ class Weights:
     params: int  # number of weights that one token is multiplied with: of the experts, only the chosen ones
     nbytes: int
     joined: Layers | None  # computes all layers in one call, if a kernel exists
-    destinations: Mapping[str, Destination]  # for loading another version into this memory; empty: not possible
+    destinations: Mapping[str, Destination]  # for writing tensors of another version into this memory
+    reloads: bool  # all of another version can be written there
     tied_head: FilledLinear | None  # the head, if it is a second layout of the tied embedding
     tower: Mapping[str, Tensor]  # the weights of the vision tower, by name; empty: the model reads text alone
     wide_residual: bool  # the residual stream is float32, whatever the dtype of products is
@@ -127,6 +128,7 @@ class Storage:
     adopted: set[str] = field(default_factory=set)  # the keys of these
     apart: dict[str, list[Part]] = field(default_factory=dict)  # the products that have some of them, by key
     exact_norms: bool = False  # norms are kept in float32
+    float32_head: bool = False  # the head is multiplied in float32, and is therefore kept as it is received
     tensors: dict[str, Tensor] = field(default_factory=dict)
     products: dict[str, FilledLinear] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
@@ -138,7 +140,7 @@ class Storage:
         self._norm("norm", s.prefix + "norm")
         if s.tied:  # one tensor under two names, of which one is enough
             self.destinations["lm_head.weight"] = self.destinations[s.prefix + "embed_tokens.weight"]
-        elif "lm_head.weight" in self.shared:
+        elif "lm_head.weight" in self.shared or self.float32_head:
             self._own("head.weight", (s.vocab, s.hidden), "lm_head.weight")
         else:
             self._fuse(Projections("head", (("lm_head", s.vocab),), s.hidden))
@@ -412,8 +414,9 @@ def weights_of(storage: Storage, ops: NativeOps, codes: CodesReader | None = Non
     """Make the weights for the forward pass from a filled storage, and the codes that were read beside it."""
     t, s, layout = storage.tensors, storage.shape, ops.products
     params = storage.params()  # before tensors are removed
-    if storage.apart or (not layout.keeps and storage.layout is None):
-        storage.destinations.clear()  # codes are read anew, and there are views of removed tensors
+    writable = layout.keeps or storage.layout is not None
+    if not writable:
+        storage.destinations.clear()  # there are views of removed tensors
     make = Maker(storage, ops, codes)
     layers = tuple(
         Layer(
@@ -444,6 +447,7 @@ def weights_of(storage: Storage, ops: NativeOps, codes: CodesReader | None = Non
         joined=None if storage.apart else join_layers(layers, s, layout),
         tied_head=tied_head,
         destinations=storage.destinations,
+        reloads=writable and not storage.apart,  # codes are read anew
         embed=t["embed"],
         embed_scale=float(torch.tensor(s.embed_scale).to(storage.compute_dtype)),
         layers=layers,

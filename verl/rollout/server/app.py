@@ -10,6 +10,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -215,9 +216,10 @@ def chat_form(service: Service, fields: Mapping[str, Any]) -> Form:
     body = typed(fields, ChatBody)
     _check_model(service, body.model)
     prompt = service.texts.render(body, service.max_context_tokens)
-    service.check_prompts([prompt], "messages")
+    service.check_prompts([prompt.ids], "messages")
     most = body.max_completion_tokens or body.max_tokens
-    call = call_of(body, body, [prompt], vocab_size=service.vocab_size, max_tokens=most, banned=service.banned)
+    call = call_of(body, body, [prompt.ids], vocab_size=service.vocab_size, max_tokens=most, banned=service.banned)
+    call = replace(call, media=prompt.media, contents=prompt.contents)
     return ChatForm(call=call, tools=tools_of(body), **_common(service))
 
 
@@ -295,7 +297,7 @@ def _tokenized(service: Service, fields: Mapping[str, Any]) -> bytes:
         raise ApiError(400, "give prompt or messages, one of them", param="prompt", code="invalid_value")
     if body.messages is not None:
         chat = {"messages": body.messages, "tools": body.tools, "chat_template_kwargs": body.chat_template_kwargs}
-        ids = service.texts.render(typed(chat, ChatBody), service.max_context_tokens)
+        ids = service.texts.render(typed(chat, ChatBody), service.max_context_tokens).ids
     else:
         service.check_texts([body.prompt or ""], "prompt")
         ids = service.texts.encode(body.prompt or "", special_tokens=body.add_special_tokens)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
 
@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from verl.types import Sampling, derive_seed
+from verl.types import Medium, Sampling, derive_seed
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -151,6 +151,10 @@ class GenerationCall:
     n: int
     """The number of answers to each prompt."""
     request_id: str
+    media: tuple[Medium, ...] = ()
+    """The images of a chat, with their places in its prompt."""
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    """The content of the images by its hash."""
     room: bool = False
     """True if no limit was given: answers may fill the context."""
     stream: bool = False

@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -19,8 +20,12 @@ from verl.rollout.server.options import ServeConfig
 from verl.rollout.server.requests import ApiError, GenerationCall, check_ids, check_length, refuse_top_logprobs
 from verl.rollout.server.responses import Answer, Form
 from verl.rollout.server.texts import Texts
-from verl.rollout.server.work import Threads, Turns
+from verl.rollout.server.work import LARGE, Threads, Turns
+from verl.transfer_queue.base import MediaStore
 from verl.types import Sampling
+
+if TYPE_CHECKING:
+    from verl.models.pictures import Pictures
 
 HEALTH_TIMEOUT_S = 10.0  # for a check of the engine
 HEALTH_KEPT_S = 1.0  # during which the result of a check counts
@@ -79,6 +84,10 @@ class Service:
     max_context_tokens: int
     banned: tuple[int, ...] = ()
     """Ids that the model must not sample."""
+    media: MediaStore | None = None
+    """The store from which the engine reads images; None: the model reads text alone."""
+    pictures: Pictures | None = None
+    """The reader of images that the engine has; None: the model reads text alone."""
     grace_s: float = 0.0
     """Seconds that running answers have to end after the server was stopped."""
     metrics: Metrics = field(default_factory=Metrics)
@@ -179,8 +188,13 @@ class Service:
         self.sequences += wanted
         self.idle.clear()
         try:
+            if self.media is not None:
+                for content in call.contents.values():
+                    self.media.put(content, call.request_id)
             yield names
         finally:
+            if self.media is not None:
+                self.media.drop([call.request_id])
             self.sequences -= wanted
             if not self.sequences:
                 self.idle.set()
@@ -191,15 +205,14 @@ class Service:
         self, call: GenerationCall, names: tuple[str, ...], callbacks: list[OnTokens] | None = None
     ) -> list[Completion]:
         """Return all answers of a call. They share the computation of their prompt. If one fails, all are cancelled."""
-        wanted = call.samplings(self.max_context_tokens)
-        runs = [
-            asyncio.ensure_future(
-                self._one(names[i], ids, sampling, callbacks[i] if callbacks else None, call.request_id)
-            )
-            for i, (ids, sampling) in enumerate(wanted)
-        ]
+        wanted, runs = call.samplings(self.max_context_tokens), list[asyncio.Future[Completion]]()
         try:
-            found = await asyncio.gather(*runs)
+            with await self._images_of(call):
+                runs += [
+                    asyncio.ensure_future(self._one(names[i], ids, sampling, callbacks[i] if callbacks else None, call))
+                    for i, (ids, sampling) in enumerate(wanted)
+                ]
+                found = await asyncio.gather(*runs)
         except ValueError as e:  # the engine refuses the request
             raise ApiError(400, str(e), code="invalid_value") from None
         except RuntimeError as e:  # it has failed, or was closed
@@ -211,10 +224,19 @@ class Service:
         self.metrics.generated_tokens += sum(len(c.ids) for c in found)
         return found
 
+    async def _images_of(self, call: GenerationCall) -> contextlib.AbstractContextManager[None]:
+        """Read the images of a call in a thread, and return the block in which the engine gets them at once: its own
+        reading would block the event loop."""
+        if self.pictures is None or not call.media:
+            return contextlib.nullcontext()
+        names = [m.reference for m in call.media]
+        return self.pictures.holding(await self.threads.run(LARGE + 1, self.pictures.of, names))
+
     async def _one(
-        self, name: str, ids: np.ndarray, sampling: Sampling, on_tokens: OnTokens | None, key: str
+        self, name: str, ids: np.ndarray, sampling: Sampling, on_tokens: OnTokens | None, call: GenerationCall
     ) -> Completion:
-        return await self.engine.generate(GenerateRequest(name, ids, sampling, prefix_key=key, on_tokens=on_tokens))
+        given: dict[str, Any] = {"prefix_key": call.request_id, "media": call.media, "on_tokens": on_tokens}
+        return await self.engine.generate(GenerateRequest(name, ids, sampling, **given))
 
     async def whole(self, form: Form, names: tuple[str, ...]) -> bytes:
         """Return the JSON of an answer."""

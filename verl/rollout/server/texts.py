@@ -14,6 +14,7 @@ from verl.chat.messages import REASONING_KEYS, read_message
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAudit, refuse_unsupported, render_prompt
 from verl.rollout.base import Completion, DecodeFn
+from verl.rollout.server.images import ChatImages, ChatPrompt
 from verl.rollout.server.requests import ApiError, ChatBody, shown
 
 LARGEST_NUMBER = 2.0**31  # largest number in template arguments: a template may repeat a text that many times
@@ -35,6 +36,8 @@ class Texts:
     audit: TemplateAudit
     """The measured behaviour of the template."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    images: ChatImages | None = None
+    """Reads the images of requests; None: the model reads text alone."""
     format: str = field(init=False)  # of tool calls, found in the chat template; Hermes if it is not found
     longest_token: int = field(init=False)  # its characters, at least `LEAST_LONGEST`
 
@@ -59,9 +62,9 @@ class Texts:
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def render(self, body: ChatBody, max_context_tokens: int) -> np.ndarray:
-        """Return the messages with the generation prompt [P] int64. Raise ApiError for input that the template drops or
-        refuses, or that is longer than any context."""
+    def render(self, body: ChatBody, max_context_tokens: int) -> ChatPrompt:
+        """Return the messages with the generation prompt. Raise ApiError for input that the template drops or refuses,
+        or that is longer than any context."""
         kwargs = {**self.template_kwargs, **body.chat_template_kwargs}
         if clash := sorted(RESERVED_KWARGS & kwargs.keys()):
             message = f"chat_template_kwargs={clash}: set by the server itself; leave them out"
@@ -69,14 +72,18 @@ class Texts:
         if (beyond := _largest(body.chat_template_kwargs)) > LARGEST_NUMBER:
             message = f"chat_template_kwargs: {beyond:.3g} is beyond {LARGEST_NUMBER:.3g}, which no template needs"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
-        messages, tools = [_message(m, i) for i, m in enumerate(body.messages)], tools_of(body)
+        reads = self.images is not None
+        messages, tools = [_message(m, i, reads) for i, m in enumerate(body.messages)], tools_of(body)
+        renderer = Renderer(self.tokenizer, kwargs, tools, self.audit.spelling)
         try:
             refuse_unsupported(messages, self.audit, tools)
-            if _characters([messages, tools]) > self.longest_token * max_context_tokens:
-                renderer = Renderer(self.tokenizer, kwargs, tools, self.audit.spelling)
-                text = renderer.text(messages, prompt=True)  # the template may leave out much of them
+            written = [m if isinstance(m["content"], str) else {**m, "content": _text_parts(m)} for m in messages]
+            if _characters([written, tools]) > self.longest_token * max_context_tokens:
+                text = renderer.text(written, prompt=True)  # the template may leave out much of them
                 self.check_size(len(text), "messages", max_context_tokens)
-            return render_prompt(self.tokenizer, messages, kwargs, tools, self.audit)
+            if self.images is not None:
+                return self.images.prompt(messages, renderer, self.audit)
+            return ChatPrompt(render_prompt(self.tokenizer, messages, kwargs, tools, self.audit))
         except RowRefused as e:
             raise ApiError(400, f"messages: {e}", param="messages", code="unsupported_message") from None
         except ValueError as e:
@@ -153,14 +160,19 @@ def _characters(value: Any) -> int:
     return sum(map(_characters, parts))
 
 
-def _message(given: Mapping[str, Any], i: int) -> dict[str, Any]:
+def _text_parts(message: Mapping[str, Any]) -> list[Any]:
+    """Return the content of a message without its images."""
+    return [part for part in message["content"] if isinstance(part.get("text"), str)]
+
+
+def _message(given: Mapping[str, Any], i: int, reads_images: bool) -> dict[str, Any]:
     """Return a message of a request as templates expect it. Raise ApiError if it is not a message, or has content other
-    than text."""
+    than text though the model reads text alone."""
     try:
         message = read_message(given, f"messages[{i}]", filled=False)
     except ValueError as e:
         raise ApiError(400, str(e), param="messages", code="invalid_value") from None
-    if not isinstance(message["content"], str):
+    if not isinstance(message["content"], str) and not reads_images:
         reason = f"messages[{i}]: content holds more than text, which this model does not take"
         raise ApiError(400, reason, param="messages", code="unsupported_message")
     return message
