@@ -327,11 +327,7 @@ def make_microbatches(batch: Batch, max_tokens: int) -> list[np.ndarray]:
 
     Trajectories under one root stay neighbours. One trajectory longer than the budget gets its own micro-batch.
     """
-    root = np.arange(len(batch.parent))
-    for s, p in enumerate(batch.parent):
-        if p >= 0:
-            root[s] = root[p]
-    order = np.lexsort((np.arange(batch.num_rows), batch.sequence, root[batch.leaf]))
+    order = np.lexsort((np.arange(batch.num_rows), batch.sequence, roots_of(batch)))
     by_sequence: dict[int, list[int]] = {}
     for r in order:
         by_sequence.setdefault(int(batch.sequence[r]), []).append(int(r))
@@ -350,6 +346,15 @@ def make_microbatches(batch: Batch, max_tokens: int) -> list[np.ndarray]:
             parts.append(list(rows))
             held, used = path, int(sum(lengths[s] for s in path))
     return [np.array(p, np.int64) for p in parts]
+
+
+def roots_of(batch: Batch) -> np.ndarray:
+    """Return [R] int64: the first segment of each row."""
+    root = np.arange(len(batch.parent))
+    for s, p in enumerate(batch.parent):
+        if p >= 0:
+            root[s] = root[p]
+    return root[batch.leaf]
 
 
 def exactly(parts: list[np.ndarray], count: int) -> list[np.ndarray]:

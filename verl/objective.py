@@ -44,6 +44,8 @@ class Term:
     over: str | None = None  # A bool sequence column that restricts the term. None: all sequences.
     outputs: tuple[str, ...] = ("logprobs",)  # Model outputs that it needs (logprobs, entropy, values).
     inputs: tuple[str, ...] = ()  # Stored columns that it needs.
+    scaled_by: str | None = None
+    """The stored column that its gradient is multiplied by: a sequence in which this is 0 has none. None: no column."""
     two_pass: bool = False
     """True if its values depend on statistics of the whole optimizer step. It is then evaluated first on all log-probs,
     and dL/dlogp becomes its weights."""

@@ -37,6 +37,7 @@ from transformers import (
 from verl.batch import pack
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
+from verl.model_engine.objective import trained_rows
 from verl.nn import attention, linear_logprob, sequence_parallel, tensor_parallel
 from verl.types import Sample, Segment
 
@@ -132,6 +133,20 @@ def test_routes_of_the_rollout_are_replayed_as_in_one_process(layout, monkeypatc
     assert float((expected["loss"] - own["loss"]).abs()) > 1e-4
     found = together(case, run(case.layout.world_size, lambda rank: on_rank(case, rank, replays_routes=True)))
     wrong = differences(found, expected)
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("layout", ["DP", "FSDP, three", "HSDP", "FSDP x TP", "SP", "FSDP x EP", "PP"])
+def test_rows_without_a_gradient_train_nothing_on_any_rank(layout, monkeypatch):
+    """The groups that need no backward pass are spread unevenly over the ranks."""
+    case = Case(LAYOUTS[layout], model=EXPERTS if "EP" in layout else "qwen3, tied")
+    refs, batch, terms = case.batch()
+    alone = [t for t in terms if t.name == "pg_loss"]
+    monkeypatch.setattr(Case, "batch", lambda self: (refs, batch, alone))
+    assert 0 < trained_rows(batch, alone).sum() < batch.num_rows
+    found = together(case, run(case.layout.world_size, lambda rank: on_rank(case, rank)))
+    monkeypatch.setattr(Case, "batch", lambda self: (refs, batch, [replace(t, scaled_by=None) for t in alone]))
+    wrong = differences(found, one_process(case))
     assert not wrong, wrong
 
 

@@ -25,8 +25,9 @@ from verl.algorithms.specs import AGGREGATIONS
 from verl.algorithms.weights import term_weights, weight_column
 from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows, unshare
 from verl.model_engine.lm_head import Teacher
-from verl.model_engine.objective import evaluate_terms, surrogate
+from verl.model_engine.objective import evaluate_terms, surrogate, trained_rows
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.passes import Passes
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import HeadWeights, top_k
@@ -262,6 +263,46 @@ def test_order_of_rows_and_names_of_groups_change_no_advantage_and_no_weight():
     assert not wrong, wrong
 
 
+# -- rows without a gradient -------------------------------------------------------------------------------------------
+
+
+def bare_terms(rows: list[Sample], name: str) -> tuple[Batch, tuple[Term, ...]]:
+    """A step of a preset with its policy loss alone."""
+    batch, terms = prepared(rows, name)
+    return batch, tuple(t for t in terms if t.name == "pg_loss")
+
+
+def gradient_of_rows(batch: Batch, terms, rows: np.ndarray) -> float:
+    """The largest gradient to an output of a token of these rows."""
+    _, grads = accumulated(batch, terms, everything(batch), fake_outputs(batch, 0))
+    index = loss_index(batch, np.flatnonzero(rows))
+    return max(float(g[index].abs().max()) for g in grads.values() if len(index))
+
+
+def test_rows_that_are_not_trained_have_no_gradient():
+    """Of every policy loss with groups: one of the groups has no variance."""
+    without, wrong = [], []
+    for name, preset in PRESETS.items():
+        batch, terms = bare_terms(samples(7), name)
+        if preset.loss.two_pass:
+            continue
+        trained = trained_rows(batch, terms)
+        if trained.all():
+            continue
+        without.append(name)
+        if gradient_of_rows(batch, terms, ~trained) != 0 or gradient_of_rows(batch, terms, trained) == 0:
+            wrong.append(name)
+    assert not wrong and {"grpo", "dapo", "gspo", "cispo", "sapo", "rloo"} <= {*without}, (wrong, without)
+
+
+@pytest.mark.parametrize("name", ["dro", "intellect_ipo"])
+def test_a_loss_with_a_gradient_without_advantages_would_be_seen(name):
+    """Both pull the policy back also where the advantage is 0."""
+    batch, terms = bare_terms(samples(7), name)
+    trained = trained_rows(batch, [replace(t, scaled_by="advantages") for t in terms])
+    assert not trained.all() and gradient_of_rows(batch, terms, ~trained) > 0
+
+
 # -- what stands outside the mask --------------------------------------------------------------------------------------
 
 
@@ -399,6 +440,30 @@ def test_the_engine_packed_padded_shared_or_split_gives_one_gradient(names, tiny
         }.items():
             wrong += [f"{name} {what}: {x}" for x in engine_differences(got, expected)]
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo"])
+def test_rows_without_a_gradient_need_no_backward_pass(name, tiny, monkeypatch):
+    """All results are those of passes that train every row; a step without any gradient has zeros."""
+    batch, terms = bare_terms(samples(11), name)
+    every = [replace(t, scaled_by=None) for t in terms]
+    seen, outputs = [], Passes._outputs
+
+    def watched(passes, part, wanted):
+        seen.append((torch.is_grad_enabled(), part.num_rows))
+        return outputs(passes, part, wanted)
+
+    monkeypatch.setattr(Passes, "_outputs", watched)
+    trained = trained_rows(batch, terms)
+    for budget in (10_000, 24):
+        seen.clear()
+        got = engine_run(tiny, batch, terms, budget=budget)
+        assert sum(rows for grad, rows in seen if grad) == trained.sum() < batch.num_rows
+        assert sum(rows for _, rows in seen) == batch.num_rows
+        assert not engine_differences(got, engine_run(tiny, batch, every, budget=budget))
+    still = batch.with_columns({"advantages": torch.zeros_like(batch.columns["advantages"])})
+    _, grads = engine_run(tiny, still, terms)
+    assert grads.keys() == got[1].keys() and not any(g.any() for g in grads.values())
 
 
 def covariance(columns: Columns) -> TermValue:

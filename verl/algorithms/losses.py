@@ -16,6 +16,10 @@ from verl.objective import TermValue
 from verl.types import Kind
 
 Metrics = dict[str, tuple[Tensor, Kind]]
+SCALED_BY_ADVANTAGE = frozenset(
+    ("ppo_clip", "gspo", "gspo_token", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo", "reinforce")
+)
+"""Losses that have no gradient at the tokens of a sequence in which all advantages are 0."""
 LEAST_LOG_WEIGHT = math.log(1e-8)
 """The least logarithm of a sequence's weight in VESPO."""
 

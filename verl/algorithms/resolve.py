@@ -85,7 +85,8 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
     if ":" in short(spec.fn):  # a user's own
         _try(fn, spec.fn, preset)
         fn = partial(own_loss, fn=fn)
-    own: dict[str, Any] = {"corrected": spec.corrected, "two_pass": spec.two_pass}
+    scaled = "advantages" if short(spec.fn) in losses.SCALED_BY_ADVANTAGE else None
+    own: dict[str, Any] = {"corrected": spec.corrected, "two_pass": spec.two_pass, "scaled_by": scaled}
     bypass = correction is not None and correction.bypass
     if bypass or spec.corrected == "own":
         own["corrected"] = "no"

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch import Batch, Columns, concat
+from verl.batch import Batch, Columns, concat, roots_of
 from verl.model_engine.base import Ranks
 from verl.model_engine.pending import Pending, PendingMetric, read_pending, reduced
 from verl.objective import Term, TermValue
@@ -81,6 +82,25 @@ def reduce_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tens
             metrics[term.name] = PendingMetric(loss.detach(), 1.0, "update", "sum")
         metrics |= _term_metrics(value, present, "sequence" if term.unit == "sequence" else "token")
     return total, metrics
+
+
+def trained_rows(batch: Batch, terms: Sequence[Term]) -> np.ndarray:
+    """Return [R] bool: False for the rows on whose outputs the loss does not depend, as those of groups in which all
+    advantages are 0. Rows that share their first segment have the same value, since they are computed together. Where
+    the loss depends on no row at all, all are True: the gradient is then 0, and not missing."""
+    sequences = np.zeros(batch.num_sequences, bool)
+    for term in terms:
+        if term.unit == "sequence":
+            weighed = _sequence_weight(batch, term.name, torch.device("cpu"))[1]
+        else:
+            weighed = batch.columns[f"w/{term.name}"] != 0
+        if term.scaled_by is not None:
+            weighed = weighed & (batch.columns[term.scaled_by] != 0)
+        sequences[batch.sequence_of[weighed].numpy()] = True
+    roots = roots_of(batch)
+    shared = np.zeros(len(batch.parent), bool)
+    shared[roots[sequences[batch.sequence]]] = True
+    return shared[roots] if shared.any() else np.ones(batch.num_rows, bool)
 
 
 def first_pass(

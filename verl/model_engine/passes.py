@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from verl.accel.families import FUSED_TYPES
-from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of, unshare
+from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of, select_rows, unshare
 from verl.errors import Refused
 from verl.media_tokens import MediaTokens
 from verl.model_engine.base import StepOutput
 from verl.model_engine.compute_copy import ComputeCopy
 from verl.model_engine.lm_head import LM_OUTPUTS, allocate_outputs, lm_outputs, store_outputs
 from verl.model_engine.local_model import LocalModel
-from verl.model_engine.objective import reduce_terms
+from verl.model_engine.objective import reduce_terms, trained_rows
 from verl.model_engine.pending import Pending, read_pending
 from verl.model_engine.sharded_copy import ShardedCopy
 from verl.models.families import family_of
@@ -114,7 +114,7 @@ class Passes:
         pending: list[Pending] = []
         found: list[tuple[np.ndarray, dict[str, Tensor]]] = []
         with self._compute_weights():
-            for rows, part, outputs, take in self._ready(batch, num_microbatches, wanted):
+            for rows, part, outputs, take in self._ready(batch, terms, num_microbatches, wanted):
                 loss, metrics = reduce_terms(terms, part, outputs)
                 if len(rows):
                     pending.append(metrics)
@@ -181,12 +181,24 @@ class Passes:
 
     # -- micro-batches -------------------------------------------------------------------------------------------------
 
-    def _ready(self, batch: Batch, count: int, wanted: Sequence[str]) -> Iterator[Ready]:
+    def _ready(self, batch: Batch, terms: Sequence[Term], count: int, wanted: Sequence[str]) -> Iterator[Ready]:
         """Yield the passes that compute their loss in this process; the caller runs the backward pass of each one
-        before it requests the next."""
-        for rows in self._cut(batch, count):
+        before it requests the next. Rows on which no loss depends follow in passes without a backward pass, for their
+        metrics."""
+        trained = trained_rows(batch, terms)
+        for rows in self._cut_among(batch, trained, count if trained.all() else 0):
             part = part_of(batch, rows)
             yield rows, part, self._outputs(part, wanted), _backward
+        for rows in self._cut_among(batch, ~trained):
+            part = part_of(batch, rows)
+            with torch.no_grad():
+                outputs = self._outputs(part, wanted)
+            yield rows, part, outputs, _nothing
+
+    def _cut_among(self, batch: Batch, among: np.ndarray, count: int = 0) -> Iterator[np.ndarray]:
+        """Yield the rows of each pass over the rows of the batch that are `among` [R] bool."""
+        rows = np.flatnonzero(among)
+        return (rows[one] for one in self._cut(select_rows(batch, rows), count))
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
         """Return the rows of each pass. count: the number of passes, some of which may have no row; 0: as the token
@@ -370,6 +382,10 @@ class Passes:
             places |= self._vision.masks(given, media)
         states: Tensor = self._decoder(**given, **places, use_cache=False).last_hidden_state
         return states
+
+
+def _nothing(loss: Tensor) -> None:
+    pass
 
 
 def _backward(loss: Tensor) -> None:

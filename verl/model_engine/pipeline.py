@@ -161,7 +161,7 @@ class StagePasses(ShardedPasses):
             values.copy_(sent)
         return found
 
-    def _ready(self, batch: Batch, count: int, wanted: Sequence[str]) -> Iterator[Ready]:
+    def _ready(self, batch: Batch, terms: Sequence[Term], count: int, wanted: Sequence[str]) -> Iterator[Ready]:
         parts = self.cuts(batch, count)
         read = super(ShardedPasses, self)._outputs
         flying: deque[tuple[Tensor | None, Tensor]] = deque()  # received and sent states of forward passes
