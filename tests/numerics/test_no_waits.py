@@ -68,7 +68,7 @@ def check_passes(name, dtype, policy):
     batch = batch.with_columns({"w/loss": torch.linspace(-1, 1, batch.num_loss_tokens)})
     with NoReads() as mode, engine.passes._compute_weights():
         passes = 0
-        for _, part, outputs, take in engine.passes._ready(batch, 2, ("logprobs", "entropy")):
+        for _, part, outputs, take in engine.passes._ready(batch, TERMS, 2, ("logprobs", "entropy")):
             loss, pending = reduce_terms(TERMS, part, outputs)
             take(loss)
             passes += 1
