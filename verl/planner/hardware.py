@@ -41,6 +41,8 @@ class Device:
     """The bytes of a weight, a hidden value, a key or a value when it is computed with; `matrix_tflops` is of these."""
     step_ms: float = 0.0
     """The milliseconds of a decode step beside memory and products: launches, sampling, scheduling."""
+    sequence_us: float = 0.0
+    """The microseconds that the host of an engine adds to a decode step for each sequence, on however many devices."""
     decode_share: float = 0.0
     """The share of `matrix_tflops` that the few rows of a decode step reach; 0: `compute_share`."""
     overlap: float = 1.0
@@ -118,9 +120,9 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
 """The devices that a cluster file can name."""
 SHARES = ("compute_share", "bandwidth_share", "network_share", "decode_share", "overlap")
 NEEDED = ("memory_gb", "bandwidth_gbs", "matrix_tflops", "link_gbs")
-FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms", "link_us", "half_width")
+FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms", "sequence_us", "link_us", "half_width")
 """The fields of `Device` that a cluster file can replace."""
-MAY_BE_ZERO = ("step_ms", "link_us", "half_width", "overlap")
+MAY_BE_ZERO = ("step_ms", "sequence_us", "link_us", "half_width", "overlap")
 _MAY_LACK = ("price_per_hour", "host_memory_gb", "disk_gb")
 _OF_NODES = ("nodes", "devices_per_node", "network_gbs", *_MAY_LACK)
 

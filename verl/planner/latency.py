@@ -138,14 +138,23 @@ def forward_s(
     model: ModelSize, by: Division, at: Nodes, work: StepWork, sequences: float, reduces: float = REDUCES
 ) -> float:
     """Return the seconds of a forward pass over all tokens of `sequences` sequences, without gathered weights.
-    reduces: all-reduces over the tensor devices of each layer."""
+    reduces: all-reduces over the tensor devices of each layer. Each stage sends its part of the hidden values once per
+    `REDUCES` of them."""
     rows = math.ceil(sequences / by.replicas)
     tokens = rows * work.computed_tokens
     products = tokens * model.forward_flops(work.row_tokens) / (by.tensor * by.pipeline * at.device.flops(model.hidden))
-    moved = 2 * (by.tensor - 1) / by.tensor * at.device.item_bytes * tokens * model.hidden
-    reduced = reduces * model.layers / by.pipeline * moved / at.link
+    reduced = reduces * model.layers / by.pipeline * _reduced_bytes(model, by.tensor, at, tokens) / at.link
+    sent = 0.0
+    if by.pipeline > 1:
+        values = at.device.item_bytes * tokens * model.hidden / by.tensor
+        sent = reduces / REDUCES * values / moved_per_s(by, at)
     passes = work.passes(rows)
-    return (passes + by.pipeline - 1) / passes * (products + reduced)
+    return (passes + by.pipeline - 1) / passes * (products + reduced + sent)
+
+
+def _reduced_bytes(model: ModelSize, tensor: int, at: Nodes, tokens: float) -> float:
+    """Return the bytes of a device for an all-reduce of the hidden values of these tokens over `tensor` devices."""
+    return 2 * (tensor - 1) / tensor * at.device.item_bytes * tokens * model.hidden
 
 
 def summed_s(model: ModelSize, by: Division, at: Nodes, item_bytes: float) -> float:
@@ -213,11 +222,14 @@ def engine_pace(
     context = work.prompt_tokens + work.response_tokens / 2
     read = at.device.item_bytes * model.active_parameters
     products = batch * model.forward_flops(context) / (tensor * at.device.decode_flops(model.hidden))
-    fixed = (tensor > 1) * REDUCES * model.layers * at.device.link_us / 1e6 + at.device.step_ms / 1000
+    reduces = (tensor > 1) * REDUCES * model.layers
+    fixed = reduces * at.device.link_us / 1e6 + at.device.step_ms / 1000
+    added = reduces * _reduced_bytes(model, tensor, at, batch) / at.link + batch * at.device.sequence_us / 1e6
     reads = (read + batch * context * kv_bytes) / (tensor * at.device.read)
-    full = max(reads, products) + (1 - at.device.overlap) * min(reads, products)
+    full = max(reads, products) + (1 - at.device.overlap) * min(reads, products) + added
     prompt_tokens = share * work.prompt_tokens / work.prompt_shares
     prompts = prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops(model.hidden))
+    prompts += reduces * _reduced_bytes(model, tensor, at, prompt_tokens) / at.link
     return EnginePace(waves, batch, read / (tensor * at.device.read) + fixed, full + fixed, prompts)
 
 

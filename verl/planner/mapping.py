@@ -46,6 +46,8 @@ class PlannedRole:
     """(stage, what it computes there), in the order of the step."""
     base: str | None = None
     """The role that owns the weights with which it computes; it is then in that role's set."""
+    parts: tuple[tuple[int, int], ...] = ()
+    """(tensor, pipeline) of the divisions that it may have; empty: all."""
 
     @property
     def trained(self) -> bool:
@@ -314,7 +316,7 @@ def _ways(role: PlannedRole, stages: Sequence[str], devices: int, at: Nodes, rul
         return [_Way(Division(n, 1, devices // n), copied / n, 0.0, nothing) for n in sizes]
     sequences = work.sequences // work.updates if role.trained else work.sequences
     for by in divisions(devices, role.model, at, sequences):
-        if rules.layout not in (None, by):
+        if rules.layout not in (None, by) or (role.parts and (by.tensor, by.pipeline) not in role.parts):
             continue
         seconds = dict.fromkeys(stages, 0.0)
         for stage, kind in role.calls:
