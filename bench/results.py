@@ -178,7 +178,9 @@ def multiples(arms: Mapping[str, Arm], limits: Mapping[str, Limit], machine: Mac
             f"Measured here: {machine.gflop_per_core_s:.0f} GFLOP/s per core "
             f"({machine.gflop_per_core_s_model_shapes:.0f} with the "
             f"model's own matrix shapes), {machine.gflop_per_s:.0f} with {machine.threads} threads as loaded, "
-            f"{machine.gbyte_per_s:.0f} GB/s from memory; the limit uses {machine.peak_gflop_per_s:.0f} GFLOP/s.",
+            f"{machine.gbyte_per_s:.0f} GB/s from memory; the limit uses {machine.peak_gflop_per_s:.0f} GFLOP/s. That "
+            "of the update counts a backward pass of all groups, also of those with equal rewards, for which verl has "
+            "none.",
         ),
     )
 
@@ -222,4 +224,6 @@ def verdict(arms: Mapping[str, Arm], dtype: str) -> str:
             said.append(f"{peer} {NOT_RUN} ({arms[peer].reason})")
     noise = max(spread_of(arm, OTHERS).median for arm in arms.values() if arm.rounds)
     caution = f". Others used up to {noise:.1f} cores meanwhile: trust the CPU time more" if noise > QUIET_CORES else ""
-    return f"{dtype}: a step of verl takes {spread_of(arms[OURS], WALL).median:.2f} s: {'; '.join(said)}{caution}"
+    equal = [step["equal_rewards_share"] for step in arms[OURS].steps if "equal_rewards_share" in step]
+    idle = f"; {statistics.mean(equal):.0%} of its groups have equal rewards, and no backward pass" if equal else ""
+    return f"{dtype}: a step of verl takes {spread_of(arms[OURS], WALL).median:.2f} s{idle}: {'; '.join(said)}{caution}"

@@ -89,6 +89,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
             response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
             longest_response_tokens=values["response_length/max"],
             peak_tensor_mb=peak[0] / 1e6,
+            equal_rewards_share=values["groups/zero_variance_share"],
             **_phases(values, "timing_s/", "phase_s"),
             **_phases(values, "bench_cpu_s/", "phase_cpu_s"),
             **_phases(values, "agent/", "agent"),

@@ -184,6 +184,12 @@ def test_an_arm_that_did_not_run_is_in_the_table_with_its_reason(arms):
     assert "not run (no such module: x)" in results.verdict(arms, "float32")
 
 
+def test_the_verdict_has_the_share_of_groups_without_a_backward_pass(arms):
+    some = {**arms, "verl": arm("verl", 1.0, equal_rewards_share=0.4)}
+    assert "1.00 s; 40% of its groups have equal rewards" in results.verdict(some, "float32")
+    assert "equal rewards" not in results.verdict(arms, "float32")
+
+
 def test_the_verdict_warns_of_a_loaded_machine(arms):
     assert "trust the CPU time" not in results.verdict(arms, "float32")
     loaded = {**arms, "TRL": arm("TRL", 2.0, others_cores=1.2)}
