@@ -18,9 +18,11 @@ import torch
 from children import children
 from safetensors.torch import load_file
 from small_runs import metrics_of, small_args, small_run
+from transformers import AutoConfig, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
+from verl.models import tiny
 
 PYTHON = os.environ.get("VERL_WORKER_PYTHON", sys.executable)
 RANKS = ("cluster.backend=processes", "cluster.ranks_per_node=2", "track.sinks=[jsonl]")
@@ -79,6 +81,24 @@ def test_a_run_of_megatron_goes_on_after_a_kill_in_another_layout_and_with_anoth
     small_run(there, tiny_model, data, *ranks, "run.total_steps=3")
     small_run(there, tiny_model, data, *SAME, *RANKS, "run.total_steps=4")
     compare(here, there, tiny_model, 4)
+
+
+def test_stages_of_megatron_train_with_the_experts_of_the_rollout(tmp_path, tiny_model, arithmetic_data):
+    """One step, which has the same answers: what one process learns from them with the same experts."""
+    python, folder = python_of("megatron"), tmp_path / "sparse"
+    config, tokenizer = AutoConfig.from_pretrained(tiny_model), AutoTokenizer.from_pretrained(tiny_model)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "layer_types": None}
+    torch.manual_seed(0)
+    made = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**config.to_dict(), **experts, "model_type": "qwen3_moe"}))
+    tiny.save(made, tokenizer, folder)
+    data, here, there = arithmetic_data[:1], tmp_path / "here", tmp_path / "there"
+    given = (*SAME, "run.total_steps=1", "rollout.engine_options.replay_routes=true")
+    small_run(here, folder, data, *given, "model.engine_options.share_prefix=false")
+    engine = ("model.engine=megatron", f"model.python={python}", "parallel.pipeline=2")
+    small_run(there, folder, data, *given, *RANKS, *engine)
+    compare(here, there, folder, 1)
+    shares = [metrics_of(root / "r")[1]["actor/replayed_routes"] for root in (here, there)]
+    assert 0.5 < shares[0] < 1 and shares[1] == pytest.approx(shares[0])
 
 
 @pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="some minutes: make test-all")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from small_runs import metrics_of
-from transformers import AutoConfig, Qwen3ForSequenceClassification
+from transformers import AutoConfig, Qwen3ForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl_lines import Line, public_lines, write_places
 
 from verl.config.compat import rules
@@ -61,6 +61,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64, "max_positions": 32768}
     made = {"MODEL": tiny.save(tiny.qwen3(tokenizer, seed=1, **sizes), tokenizer, folder / "model")}
+    config = AutoConfig.from_pretrained(made["MODEL"])
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "layer_types": None}
+    sparse = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**config.to_dict(), **experts, "model_type": "qwen3_moe"}))
+    made["SPARSE"] = tiny.save(sparse, tokenizer, folder / "sparse")
     config = AutoConfig.from_pretrained(made["MODEL"], num_labels=1, pad_token_id=0)
     made["CLASSIFIER"] = tiny.save(Qwen3ForSequenceClassification(config), tokenizer, folder / "classifier")
     made |= write_places(folder)

@@ -800,8 +800,8 @@ REFUSALS = [
     ([f"{ACTOR}router_replay.mode=R3", "rollout.engine=vllm"], "=R3: rollout.engine=vllm records no routes"),
     (["actor_rollout_ref.ref.veomni.router_replay.mode=R3"], "only the policy is trained with the routes"),
     (
-        ["model_engine=megatron", f"{ACTOR}megatron.router_replay.mode=R3"],
-        "router replay with model.engine=megatron is not here; set model.engine=torch or sharded",
+        ["model_engine=veomni", f"{ACTOR}veomni.router_replay.mode=R3"],
+        "router replay with model.engine=veomni is not here; set model.engine=torch or sharded or megatron",
     ),
     (["engine.qat.enable=True"], "quantisation-aware"),
     ([f"{ROLLOUT}quantization=fp8", f"{ROLLOUT}dtype=bfloat16"], "both set rollout.dtype; leave one out"),
@@ -1454,8 +1454,9 @@ def test_router_replay_of_the_rollout_is_an_option_of_the_native_engine() -> Non
     for key in (f"{ACTOR}router_replay.mode", f"{ACTOR}engine.router_replay.mode"):
         found = overrides_of(f"{key}=R3", f"{ROLLOUT}enable_rollout_routing_replay=True")
         assert found["rollout.engine_options.replay_routes"] is True
-    given = [f"{ACTOR}megatron.router_replay.mode=R3", "model_engine=megatron", "model.engine=sharded"]
-    assert overrides_of(*given)["rollout.engine_options.replay_routes"] is True
+    for engine in ("megatron", "sharded"):
+        given = [f"{ACTOR}megatron.router_replay.mode=R3", "model_engine=megatron", f"model.engine={engine}"]
+        assert overrides_of(*given)["rollout.engine_options.replay_routes"] is True
 
 
 def test_sizes_of_an_engine_group_are_the_layout() -> None:
@@ -1466,7 +1467,7 @@ def test_sizes_of_an_engine_group_are_the_layout() -> None:
 
 # -- public scripts ----------------------------------------------------------------------------------------------------
 
-ALLOWED = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "router replay", "multi-token prediction")
+ALLOWED = ("moe_aux_loss_coeff", "moe_z_loss_coeff", "multi-token prediction")
 """The reasons for which a line may be refused until a later version supports them."""
 OTHERWISE = {
     "PRIME": "its own reward model, which learns with the policy",
@@ -1489,8 +1490,12 @@ def test_public_lines_are_taken_or_refused_for_what_is_not_here(
     monkeypatch.setattr(rules, "find_spec", lambda name: None)  # as if no tracker were installed
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     rows, model = write_rows(tmp_path / "rows.jsonl", 2000), write_model(tmp_path / "m", context=32768)
-    (model / "chat_template.jinja").write_text(tool_arithmetic.CHAT_TEMPLATE)
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sparse = write_model(tmp_path / "sparse", context=32768, config=experts)
+    for folder in (model, sparse):
+        (folder / "chat_template.jinja").write_text(tool_arithmetic.CHAT_TEMPLATE)
     paths = {**write_places(tmp_path), "TRAIN": rows, "VAL": rows, "MODEL": model, "CLASSIFIER": model}
+    paths["SPARSE"] = sparse
     wrong, lines, replaced = [], public_lines(), list[str]()
     for line in lines:
         try:
@@ -1521,7 +1526,7 @@ def test_public_lines_are_taken_or_refused_for_what_is_not_here(
     assert said in PAGE.read_text()
 
 
-LINES, AS_WRITTEN, IN_ENVIRONMENT = 110, 68, 27
+LINES, AS_WRITTEN, IN_ENVIRONMENT = 110, 68, 28
 NO_ENVIRONMENT = (
     r"model\.engine={engine}: \S+ is missing in the environment of \S+; make {engine}-env makes one with .*; set "
     r"model\.python=\.venv-{engine}/bin/python, or model\.engine=torch, which computes the same in this one"

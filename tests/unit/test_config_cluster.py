@@ -66,6 +66,8 @@ def test_routes_that_no_engine_would_replay_are_refused(folder: Path) -> None:
     key = "rollout.engine_options.replay_routes=true"
     assert not faults(folder, key, model="moe")
     assert faults(folder, *FOUR, "parallel.expert=2", key, model="moe") == []
+    stages = (*FOUR, "parallel.pipeline=2", "model.engine=megatron", f"model.python={sys.executable}")
+    assert not [line for line in faults(folder, *stages, key, model="moe") if "routes" in line]
     for model, args, why in (
         ("eight", (), "is a mixtral, whose routers are not known"),
         ("moe", ("model.engine_options.attention=padded",), "set model.engine_options.attention=auto"),

@@ -68,6 +68,8 @@ class Backend:
     """True for a model engine of which every data rank has the whole weights of its part."""
     replays_routes: bool = False
     """True for a model engine that computes tokens with the experts which the rollout chose."""
+    routes_anywhere: bool = False
+    """True if it does so also in padded rows and on pipeline stages."""
     worker_packages: tuple[tuple[str, str], ...] = ()
     """(package, start of the version) with which a model engine was run, in the environment of its workers."""
     requires: tuple[str, str] | None = None
@@ -116,6 +118,8 @@ MODEL: Table = {
         memory="verl.model_engine.megatron_memory:megatron_memory",
         faults="verl.model_engine.megatron_options:megatron_faults",
         copies=True,
+        replays_routes=True,
+        routes_anywhere=True,
         worker_packages=(("megatron-core", "0.19."),),
     ),
     "veomni": Backend(

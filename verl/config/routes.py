@@ -42,10 +42,12 @@ def route_faults(config: Config) -> Iterator[str]:
     elif text.get("model_type") not in ROUTED_TYPES:
         able = ", ".join(ROUTED_TYPES)
         yield f"{KEY}: {path} is a {text.get('model_type')}, whose routers are not known; known are those of {able}"
-    if not backend_of(config, "model").replays_routes:
+    row = backend_of(config, "model")
+    if not row.replays_routes:
         able = " or ".join(name for name, row in MODEL.items() if row.replays_routes)
         yield f"{KEY} with model.engine={engine_name(config, 'model')}: it takes no routes; set model.engine={able}"
-    elif options_of(config, "model").attention == "padded":
+    elif not row.routes_anywhere and options_of(config, "model").attention == "padded":
         yield f"{KEY}: routes are of packed rows; set model.engine_options.attention=auto"
-    if (stages := layout_of(config).pipeline) > 1:
-        yield f"{KEY} with parallel.pipeline={stages}: a stage takes no routes; use parallel.pipeline=1"
+    if not row.routes_anywhere and (stages := layout_of(config).pipeline) > 1:
+        fix = "use parallel.pipeline=1, or model.engine=megatron"
+        yield f"{KEY} with parallel.pipeline={stages}: a stage takes no routes; {fix}"

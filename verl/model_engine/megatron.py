@@ -30,6 +30,7 @@ from verl.model_engine.megatron_exchange import exchange_of_chunks
 from verl.model_engine.megatron_model import MegatronModel
 from verl.model_engine.megatron_optimizer import MegatronState, MegatronUpdates
 from verl.model_engine.megatron_options import Options
+from verl.model_engine.megatron_routes import MegatronRoutes
 from verl.model_engine.megatron_shims import check_version, computing_on
 from verl.model_engine.objective import reduce_terms
 from verl.model_engine.offload import Offload
@@ -63,6 +64,7 @@ class MegatronPasses(ShardedPasses):
         self.possible = LM_OUTPUTS if settings.head == "lm" else VALUE_OUTPUTS
         self._copy, self._vision, self.compiled, self._logit_cap = None, None, None, 0.0
         self.models_attention = local.model.config._attn_implementation or "eager"
+        self._routes = MegatronRoutes(local) if settings.replays_routes else None
         self._teacher = settings.teacher and settings.teacher.moved_to(
             local.device, self.compute, rounds=self._precision.rounds
         )
@@ -93,7 +95,7 @@ class MegatronPasses(ShardedPasses):
             store_outputs(kept, detached, batch, rows)
         metrics = [read_pending(pending)]
         dist.broadcast_object_list(metrics, group=self.local.column, group_src=self.local.last_stage)
-        return StepOutput(metrics[0], self._on_all_stages(kept))
+        return StepOutput(metrics[0] | self._replayed(batch), self._on_all_stages(kept))
 
     @torch.no_grad()
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
@@ -141,12 +143,13 @@ class MegatronPasses(ShardedPasses):
         called for each pass. exact: with the weights as they are, not rounded."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        def forward(every: Iterator[np.ndarray], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
-            rows = next(every)
+        def forward(every: Iterator[tuple[int, np.ndarray]], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            number, rows = next(every)
             part = select_rows(batch, rows) if len(rows) else without_weight(shortest)
             ids, place, origin = self._padded(part)
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-            with self._autocast():
+            replay = self._routes and self._routes.replaying(number, part, place, trains=trains)
+            with self._autocast(), replay or nullcontext():
                 states = chunk(ids, positions, None, output_processor=_states)
 
             def reduced(states: Tensor, non_loss_data: bool = False) -> Any:
@@ -158,11 +161,14 @@ class MegatronPasses(ShardedPasses):
 
             return states.contiguous(), reduced
 
+        if self._routes is not None:
+            self._routes.accept(batch)
         chunks = [*(self._updates.wrapped if trains else self.local.chunks)]
         several = len(chunks) > 1
         if several:  # as many passes as Megatron's order of chunks wants
             parts = exactly([*parts], len(parts) + -len(parts) % self._layout.pipeline)
         lengths = row_lengths(batch)
+        passes = [iter([(number, rows) for rows in parts]) for number in range(len(chunks))]
         shortest = select_rows(batch, lengths.argsort()[:1])  # of a pass that another rank has and this one has not
         none: dict[str, Any] = {}
         with (
@@ -172,7 +178,7 @@ class MegatronPasses(ShardedPasses):
         ):
             get_forward_backward_func()(
                 forward_step_func=forward,
-                data_iterator=[iter(parts) for _ in chunks] if several else iter(parts),
+                data_iterator=passes if several else passes[0],
                 model=chunks,
                 num_microbatches=len(parts),
                 seq_length=int(lengths.max(initial=1)),
@@ -181,6 +187,8 @@ class MegatronPasses(ShardedPasses):
                 collect_non_loss_data=not trains,
                 **exchange,
             )
+        if self._routes is not None:
+            self._routes.check()
 
     def _padded(self, part: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return padded ids [B, W], the mask of tokens [B, W], and the order of the tokens of the part [T] in it."""
@@ -288,7 +296,6 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
     c = context
     if not dist.is_initialized():
         raise Refused("model.engine=megatron wants several ranks: set cluster.backend=ray, cluster.ranks_per_node=2")
-    assert not c.replays_routes, "config/routes.py refuses it"
     trusted = c.trust_remote_code
     found = open_skeleton(c.folder, trust_remote_code=trusted, needs_lm_head=c.head == "lm")
     if found is None:

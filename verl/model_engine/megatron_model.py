@@ -235,7 +235,7 @@ class MegatronModel(StageModel):
             for stage in range(layout.pipeline)
         ]
         stage_of = {layer: stage for stage, here in enumerate(chunks) for layer in chain.from_iterable(here)}
-        here = chunks[self.stage]
+        here = self.layers_of_chunks = chunks[self.stage]
         self.pieces = {p.name: p for p in pieces_of(model, layout, self.place, options.expert_tensor, {*chain(*here)})}
         with quiet(), computing_on(self.device):
             begin_ranks(layout, options)

@@ -332,7 +332,7 @@ class Passes:
 
     def _replayed(self, batch: Batch) -> Metrics:
         """Return the share of tokens whose experts are those of the rollout, if the engine replays them."""
-        if self._replay is None:
+        if not self.local.settings.replays_routes:
             return {}
         known = 0 if batch.routes is None else int((batch.routes[0, 0] != NO_ROUTE).sum())
         return {"replayed_routes": Metric(known, batch.num_tokens, "token")}

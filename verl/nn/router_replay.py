@@ -44,10 +44,7 @@ class RouterReplay:
     def arguments(self, routes: Tensor, device: torch.device) -> dict[str, Tensor]:
         """Return the arguments of the decoder with which it computes these routes [layers, k, T]. Raise ValueError for
         routes of another model."""
-        if routes.shape[:2] != (self.layers, self.chosen) or int(routes.max()) >= self.experts:
-            given = f"{routes.shape[0]} layers x {routes.shape[1]} experts, the highest number {int(routes.max())}"
-            here = f"{self.layers} layers x {self.chosen} of {self.experts} experts"
-            raise ValueError(f"the routes of these rows are of another model: {given}; this one has {here}")
+        check_routes(routes, layers=self.layers, chosen=self.chosen, experts=self.experts)
         self._replayed = 0
         return {ARGUMENT: routes.to(device)}
 
@@ -70,8 +67,17 @@ class RouterReplay:
         return logits, weights.to(own_weights.dtype), experts
 
 
+def check_routes(routes: Tensor, *, layers: int, chosen: int, experts: int) -> None:
+    """Raise ValueError if routes [layers, k, T] are not of a model with so many layers with experts, and so many chosen
+    ones of all experts."""
+    if routes.shape[:2] != (layers, chosen) or int(routes.max()) >= experts:
+        given = f"{routes.shape[0]} layers x {routes.shape[1]} experts, the highest number {int(routes.max())}"
+        here = f"{layers} layers x {chosen} of {experts} experts"
+        raise ValueError(f"the routes of these rows are of another model: {given}; this one has {here}")
+
+
 def routers_of(layer: nn.Module) -> list[nn.Module]:
-    """Return the routers of a decoder layer."""
+    """Return the routers of a decoder layer, or of several, in their order."""
     return [module for module in layer.modules() if type(module).__name__.endswith("TopKRouter")]
 
 
