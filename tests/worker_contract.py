@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import os
+import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -60,6 +62,11 @@ class Worker:
 
 def build(folder, *, ranks):
     return [Worker(folder, rank) for rank in ranks]
+
+
+def interpreter(worker):
+    """Return the interpreter of a process, and whether it has the module that the environment of a test has alone."""
+    return sys.executable, importlib.util.find_spec("only_there") is not None
 
 
 def place(worker):

@@ -64,13 +64,14 @@ def test_an_interpreter_of_the_models_means_processes_of_this_machine(monkeypatc
 
 
 def test_several_nodes_imply_no_processes_and_the_refusal_has_a_way_out():
-    python, fix = "model.python=/p", "start Ray and verl in an environment that has the model engine's package, or set"
+    python, fix = "model.python=/p", "set cluster.backend=ray, whose nodes have that interpreter too, or"
     for where, more in (("2 nodes", TWO_NODES), ("cluster.address=h:1", (*EIGHT, "cluster.address=h:1"))):
         with pytest.raises(
             ValueError, match=rf"^model\.python=/p with {where}: [^\n]*{fix} model\.engine=torch[^\n]*$"
         ):
             translate([*more, "model_engine=megatron", python])
     assert said(*EIGHT, python)["cluster.backend"] == "processes"
+    assert said(*TWO_NODES, python, "cluster.backend=ray")["cluster.backend"] == "ray"
 
 
 def test_offload_is_an_option_of_the_engine_that_reads_it(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,6 +38,8 @@ def test_other_versions_are_named(which: int) -> None:
         replace(made, host="head", versions=others).enter()
     said = str(caught.value)
     assert said.startswith(f"node {socket.gethostname()} has {name} {ours}, and the driver on head has another:")
+    with pytest.raises(ValueError) if name == "verl source" else nullcontext():
+        replace(made, versions=others).enter(another_python=True)
 
 
 def test_a_changed_line_of_verl_is_another_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +82,8 @@ def test_every_worker_elsewhere_asks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     contexts: list[ClusterContext] = []
     monkeypatch.setattr("verl.workers.ray.cluster.build", lambda section, context: contexts.append(context))
     monkeypatch.setattr(
-        "verl.driver.driver_host.DriverHost.enter", lambda self: (_ for _ in ()).throw(ValueError(str(self.run_dir)))
+        "verl.driver.driver_host.DriverHost.enter",
+        lambda self, **_: (_ for _ in ()).throw(ValueError(str(self.run_dir))),
     )
     config = Config()
     config = changed(config, {"model.device": "cpu", "cluster.backend": "ray", "queue.engine": "memory"})

@@ -15,7 +15,7 @@ from verl.config.cluster import cluster_faults
 from verl.config.schema import Config
 from verl.config.tree import changed
 from verl.config.worker_python import worker_environment
-from verl.processes.environment import FOLDER, WORKER_PACKAGES, source_digest
+from verl.processes.environment import CLUSTER_PACKAGES, FOLDER, WORKER_PACKAGES, source_digest
 
 
 def test_the_group_of_the_project_is_what_is_checked():
@@ -25,7 +25,8 @@ def test_the_group_of_the_project_is_what_is_checked():
 
 def test_this_interpreter_has_all_and_the_same_source():
     found = worker_environment(sys.executable)
-    assert found.packages.keys() == {*WORKER_PACKAGES} and found.source == source_digest(FOLDER / "verl")
+    assert found.packages.keys() - {*CLUSTER_PACKAGES} == {*WORKER_PACKAGES}
+    assert found.source == source_digest(FOLDER / "verl")
     assert found.python == ".".join(map(str, sys.version_info[:3]))
 
 
@@ -73,10 +74,7 @@ def test_another_source_of_verl_is_refused(bare, monkeypatch):
     "given, reason",
     [
         ({}, "model.python=p with cluster.backend=inproc: models are computed in this process"),
-        (
-            {"cluster.backend": "ray"},
-            "model.python=p with cluster.backend=ray: models are computed by the Python of Ray",
-        ),
+        ({"cluster.backend": "ray"}, "model.python=p: no such file"),
         ({"cluster.backend": "torchrun"}, "model.python=p with torchrun"),
         ({"cluster.backend": "processes"}, "model.python=p: no such file"),
         ({"cluster.backend": "processes", "cluster.nodes": 2}, "cluster.nodes=2 with cluster.backend=processes"),
@@ -114,7 +112,7 @@ def test_the_packages_of_an_engine_are_checked_in_the_environment_of_its_workers
 @pytest.mark.parametrize(
     "backend, fix",
     [
-        ("ray", "start Ray on every node, and verl, in it, or model.engine=torch"),
+        ("ray", "set model.python=.venv-megatron/bin/python, or model.engine=torch"),
         ("torchrun", "start torchrun by its Python, or model.engine=torch"),
         ("inproc", "set model.python=.venv-megatron/bin/python, or model.engine=torch"),
     ],
@@ -125,7 +123,29 @@ def test_the_fix_of_a_missing_package_is_possible_with_the_backend(backend, fix,
     config = changed(Config(), {"cluster.backend": backend, "model.engine": "megatron"})
     (line,) = worker_python.python_faults(config)
     assert f"megatron-core is missing in the environment of {sys.executable}; make megatron-env makes one" in line
-    assert fix in line and ("model.python" in line) == (backend == "inproc")
-    config = changed(Config(), {"cluster.backend": "ray", "model.engine": "megatron", "model.python": "p"})
-    (line,) = worker_python.python_faults(config)
-    assert "leave model.python out and start Ray and verl in an environment that has what model.engine=megatron" in line
+    assert fix in line and ("model.python" in line) == (backend != "torchrun")
+
+
+@pytest.mark.parametrize(
+    "ray, python, line",
+    [
+        ("2.9.0", "3.11.1", None),
+        ("2.9.1", "3.11.9", "ray is 2.9.1 there, and 2.9.0 here; pip install ray==2.9.0 there, or set cluster.backend"),
+        (None, "3.11.1", "ray is missing there, and 2.9.0 here; pip install ray==2.9.0 there"),
+        ("2.9.0", "3.12.4", "Python is 3.12 there, and 3.11 here; name an interpreter of Python 3.11, or set"),
+    ],
+)
+def test_another_ray_or_python_than_that_of_ray_is_refused(ray, python, line, monkeypatch):
+    packages = {} if ray is None else {"ray": ray}
+    found = worker_environment(sys.executable)._replace(packages=packages, python=python)
+    monkeypatch.setattr(worker_python, "worker_environment", lambda python: found)
+    monkeypatch.setattr(worker_python, "version", lambda name: "2.9.0")
+    monkeypatch.setattr(worker_python.platform, "python_version", lambda: "3.11.7")
+    config = changed(Config(), {"cluster.backend": "ray", "model.python": "/p/python"})
+    lines = [*worker_python.python_faults(config)]
+    if line is None:
+        assert lines == []
+    else:
+        assert len(lines) == 1 and line in lines[0] and lines[0].startswith("model.python=/p/python with cluster."), (
+            lines
+        )

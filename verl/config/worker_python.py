@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl.config.backends import MODEL
@@ -18,7 +20,7 @@ from verl.processes.child import output_of
 from verl.processes.environment import FOLDER, WORKER_PACKAGES, PythonEnvironment, source_digest
 
 LOOK_S = 120.0  # for reading the versions of an environment, on a cold disk
-_START = {"ray": "start Ray on every node, and verl, in it", "torchrun": "start torchrun by its Python"}
+_START = {"torchrun": "start torchrun by its Python"}
 INSTALL = f"pip install --group {FOLDER}/pyproject.toml:worker"
 
 
@@ -30,19 +32,41 @@ def python_faults(config: Config) -> Iterator[str]:
         return
     if backend == "torchrun":
         yield f"model.python={python} with torchrun, which has started this process: start torchrun by that Python"
-    elif backend != "processes":
-        where = "by the Python of Ray's nodes" if backend == "ray" else "in this process"
+    elif backend == "inproc":
         fix = "set cluster.backend=processes, or leave it out"
-        if backend == "ray":
-            needs = f"an environment that has what model.engine={config.model.engine} needs"
-            fix = f"leave model.python out and start Ray and verl in {needs}, or set cluster.backend=processes"
-        yield f"model.python={python} with cluster.backend={backend}: models are computed {where}; {fix}"
+        yield f"model.python={python} with cluster.backend=inproc: models are computed in this process; {fix}"
     else:
         try:
-            worker_environment(python)
+            found = worker_environment(python)
             yield from _engine_faults(config, python)
+            if backend == "ray":
+                yield from _ray_faults(python, found)
         except Refused as e:
             yield str(e)
+
+
+def _ray_faults(python: str, found: PythonEnvironment) -> Iterator[str]:
+    """Yield a line if Ray cannot start its actors by this interpreter, which has another Ray than this process, or
+    another minor version of Python, which Ray does not mix in a cluster."""
+    try:
+        ray = version("ray")
+    except PackageNotFoundError:
+        return  # another check reports it
+    theirs, own = (_minor(of) for of in (found.python, platform.python_version()))
+    checked = (
+        ("Python", theirs, own, f"name an interpreter of Python {own}"),
+        ("ray", found.packages.get("ray", "missing"), ray, f"pip install ray=={ray} there"),
+    )
+    for name, there, here, fix in checked:
+        if there != here:
+            what = f"model.python={python} with cluster.backend=ray: {name} is {there} there, and {here} here"
+            yield f"{what}; {fix}, or set cluster.backend=processes"
+            return
+
+
+def _minor(of_python: str) -> str:
+    """Return the first two numbers of a version of Python."""
+    return ".".join(of_python.split(".")[:2])
 
 
 def _engine_faults(config: Config, python: str) -> Iterator[str]:

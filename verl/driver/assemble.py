@@ -351,7 +351,7 @@ def context_of(
     pools, lives = pools_of(config.cluster, roles, device=device)
     apart = config.cluster.backend != "inproc" and drivers is None
     python, folder = config.model.python, crash_dir.parent if crash_dir else None
-    home = driver_host(folder, one_environment=python is None) if apart else None
+    home = driver_host(folder) if apart else None
     made = ClusterContext(
         layout=layout,
         roles=tuple(roles),

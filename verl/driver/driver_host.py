@@ -31,18 +31,18 @@ class DriverHost:
     folder: str
     """The driver's working folder."""
     versions: tuple[tuple[str, str], ...]
-    """(name, version) of Python, torch and verl, or, for processes of another environment, of verl alone."""
+    """(name, version) of Python, torch and verl."""
     run_dir: Path | None = None
     """The run directory; None: the run has none."""
     mark: str = ""
     """The content of the mark file in the run directory."""
 
-    def enter(self) -> None:
+    def enter(self, *, another_python: bool = False) -> None:
         """Change to the driver's folder in another process, for relative paths. Raise ValueError if Python, torch or
-        verl differs, or if this node sees another run directory."""
+        verl differs, or if this node sees another run directory. another_python: Python and torch may differ"""
         here = socket.gethostname()
         here_are = dict(versions())
-        for name, theirs in self.versions:
+        for name, theirs in self.versions[-1:] if another_python else self.versions:
             if (ours := here_are[name]) != theirs:
                 raise Refused(
                     f"node {here} has {name} {ours}, and the driver on {self.host} has {theirs}: "
@@ -60,15 +60,13 @@ class DriverHost:
             )
 
 
-def driver_host(run_dir: Path | None, *, one_environment: bool = True) -> DriverHost:
-    """Describe this process, and write the mark into the run directory. one_environment: the other processes must have
-    the Python and the torch of this one."""
+def driver_host(run_dir: Path | None) -> DriverHost:
+    """Describe this process, and write the mark into the run directory."""
     mark = f"{socket.gethostname()} {os.getpid()} {uuid.uuid4().hex}\n"
     if run_dir is not None:
         write_atomic(run_dir / MARK, mark.encode())
         run_dir = run_dir.absolute()
-    same = versions() if one_environment else versions()[-1:]
-    return DriverHost(socket.gethostname(), os.getcwd(), same, run_dir, mark)
+    return DriverHost(socket.gethostname(), os.getcwd(), versions(), run_dir, mark)
 
 
 def versions() -> tuple[tuple[str, str], ...]:

@@ -36,7 +36,7 @@ def set_up_worker(config: Config, home: DriverHost | None, place: DevicePlace) -
     """Set up a process that works beside others at the same time. Raise ValueError on a node that cannot work with the
     driver of `home`, or that does not have the device."""
     if home is not None:
-        home.enter()
+        home.enter(another_python=place.another_python)
     if place.device != "cpu":
         found = torch.get_device_module(place.device)
         if not found.is_available():

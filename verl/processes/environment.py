@@ -7,8 +7,11 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import os
 import platform
+import site
 import sys
+import sysconfig
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,6 +22,8 @@ WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "msgspec", "
 """The packages that the worker of a model needs: the dependency group `worker` of pyproject.toml."""
 ENGINE_PACKAGES = ("megatron-core", "veomni")
 """The packages of model engines; each environment has at most what its engine needs."""
+CLUSTER_PACKAGES = ("ray",)
+"""The packages of clusters with workers that may be of another environment."""
 BUILT = {"__pycache__", ".pyc", ".so"}  # made from the sources, maybe just now, and different on every node
 FOLDER = Path(__file__).parents[2]  # which contains verl
 
@@ -28,7 +33,7 @@ class PythonEnvironment(NamedTuple):
 
     python: str
     packages: dict[str, str]
-    """Version by name, of those of WORKER_PACKAGES and ENGINE_PACKAGES that are installed."""
+    """Version by name, of those of WORKER_PACKAGES, ENGINE_PACKAGES and CLUSTER_PACKAGES that are installed."""
     verl: str
     """The folder of the verl that it imports."""
     source: str
@@ -41,7 +46,7 @@ def this_environment(folder: str) -> PythonEnvironment:
     found = importlib.util.find_spec("verl")
     (verl,) = found.submodule_search_locations or [""] if found is not None else [""]
     packages = {}
-    for name in (*WORKER_PACKAGES, *ENGINE_PACKAGES):
+    for name in (*WORKER_PACKAGES, *ENGINE_PACKAGES, *CLUSTER_PACKAGES):
         with contextlib.suppress(PackageNotFoundError):
             packages[name] = version(name)
     return PythonEnvironment(platform.python_version(), packages, verl, source_digest(Path(verl)))
@@ -58,6 +63,16 @@ def source_digest(package: Path) -> str:
 def foreign_variables(ours: Mapping[str, str]) -> dict[str, str]:
     """Return our environment variables without those of our Python, for another interpreter."""
     return {name: value for name, value in ours.items() if name not in OF_OUR_PYTHON}
+
+
+def import_folders() -> list[str]:
+    """Return the folders from which this process imports modules of the user: all but those of its Python and of the
+    packages that are installed there."""
+    ours = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    ours |= {*site.getsitepackages(), site.getusersitepackages()}
+    own = {os.path.realpath(folder) for folder in ours}
+    found = dict.fromkeys(os.path.realpath(folder) for folder in sys.path if os.path.isdir(folder or "."))
+    return [folder for folder in found if folder not in own and os.path.basename(folder) != "lib-dynload"]
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ class DevicePlace:
     device: str = "cpu"  # The device of the model in it.
     number: int = 0  # The number of its device on the node.
     neighbours: int = 1  # The number of ranks on the node, including this one.
+    another_python: bool = False  # Its interpreter is `model.python`, with versions of its own.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -186,8 +186,8 @@ def _refuse_python_of_many(given: Given, nodes: int) -> None:
         return
     where = f"{nodes} nodes" if nodes > 1 else f"cluster.address={address}"
     raise Refused(
-        f"model.python={python} with {where}: it computes in processes of this machine; start Ray and verl in an "
-        "environment that has the model engine's package, or set model.engine=torch, both without model.python"
+        f"model.python={python} with {where}: it means processes of this machine; set cluster.backend=ray, whose nodes "
+        "have that interpreter too, or model.engine=torch without model.python"
     )
 
 

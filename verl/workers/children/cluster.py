@@ -126,7 +126,8 @@ class ChildGroup(ProcessGroup):
 
     def _build(self, address: str) -> None:
         for rank, child in enumerate(self._children):
-            place = DevicePlace(self._cluster.device, rank, self.world_size)
+            another = self._cluster.python != sys.executable
+            place = DevicePlace(self._cluster.device, rank, self.world_size, another_python=another)
             args = (address, rank, self._layout, place, self._cluster.wait_timeout_s, self._made)
             child.request("build", *args).add_done_callback(partial(self._child_built, rank))
 

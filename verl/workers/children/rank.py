@@ -8,10 +8,7 @@ import json
 import os
 import pickle
 import signal
-import site
 import socket
-import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.processes.child import Child, interpreter_line
+from verl.processes.environment import import_folders
 from verl.workers.answers import RankAnswer, failed_answer
 from verl.workers.children.channel import Channel, loads
 from verl.workers.group import WorkerDied
@@ -151,13 +149,3 @@ class ChildRank:
             file.seek(max(self._began, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().decode(errors="replace").strip().splitlines()
         return f"it ended with exit code {code}: {lines[-1] if lines else 'no output'} (log: {self._log})"
-
-
-def import_folders() -> list[str]:
-    """Return the folders from which this process imports modules of the user: all but those of its Python and of the
-    packages that are installed there."""
-    ours = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    ours |= {*site.getsitepackages(), site.getusersitepackages()}
-    own = {os.path.realpath(folder) for folder in ours}
-    found = dict.fromkeys(os.path.realpath(folder) for folder in sys.path if os.path.isdir(folder or "."))
-    return [folder for folder in found if folder not in own and os.path.basename(folder) != "lib-dynload"]

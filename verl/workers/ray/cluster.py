@@ -23,9 +23,10 @@ from verl.model_engine.layout import Layout
 from verl.processes.child import Child
 from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext, DevicePlace, Died
-from verl.workers.pools import Pool, Shortage, fit_together, pools_of, seen
+from verl.workers.pools import NO_MODEL, Pool, Shortage, fit_together, pools_of, seen
 from verl.workers.process_group import pickled
 from verl.workers.ray.group import RankActor, RayGroup
+from verl.workers.ray.interpreter import runtime_env
 from verl.workers.ray.life import ActorLife
 from verl.workers.ray.replica import RayReplica, ReplicaActor
 from verl.workers.sections import ClusterConfig
@@ -67,6 +68,7 @@ class RayCluster:
     wait_timeout_s: float = 600.0
     """The deadline of a rank for other ranks. A process that answers nothing for half of it counts as dead."""
     say: Callable[[str], None] = print  # Prints a message about missing nodes.
+    python: str | None = None  # The interpreter of the workers of models; None: that of Ray's nodes.
 
     def __post_init__(self) -> None:
         import ray
@@ -102,10 +104,10 @@ class RayCluster:
     ) -> RayGroup:
         layout = self.layout if world_size == self.layout.world_size else Layout(world_size=world_size)
         made = pickled(build, (self.set_up, args))
-        actors = [
-            self._actor(RankActor, name, rank, {"concurrency_groups": {"calls": 1, "beside": 1, "watch": 1}})
-            for rank in range(world_size)
-        ]
+        kind: dict[str, Any] = {"concurrency_groups": {"calls": 1, "beside": 1, "watch": 1}}
+        if (another := self._another_python(name)) is not None:
+            kind["runtime_env"] = runtime_env(another)
+        actors = [self._actor(RankActor, name, rank, kind) for rank in range(world_size)]
         address = actors[0].serve.remote() if world_size > 1 else ""
         built = [
             a.build.options(concurrency_group="calls").remote(
@@ -159,10 +161,14 @@ class RayCluster:
         if self._guard is not None:
             self._guard.stop(END_S)
 
+    def _another_python(self, role: str) -> str | None:
+        return None if role in NO_MODEL else self.python
+
     def _place_of(self, role: str, rank: int) -> DevicePlace:
         pool = self.pools[self.place(role)]
         number = int(rank % pool.ranks_per_node * pool.resource_per_rank)
-        return DevicePlace(self.devices.get(role, "cpu"), number, pool.ranks_per_node)
+        device, another = self.devices.get(role, "cpu"), self._another_python(role) is not None
+        return DevicePlace(device, number, pool.ranks_per_node, another_python=another)
 
     def _actor(self, cls: type[Any], role: str, rank: int, kind: Mapping[str, Any]) -> Any:
         """Start an actor of `role` in bundle `rank` of its pool and return it. The roles of a pool share its devices.
@@ -200,6 +206,7 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
         replicas=context.replicas,
         wait_timeout_s=context.wait_timeout_s,
         say=context.say,
+        python=context.python,
     )
 
 
