@@ -31,6 +31,9 @@ from verl.types import Refs, Sample, Segment, ref_of
 SIZES: Mapping[str, Mapping[str, int]] = {
     "10M": dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=8, vocab_size=8000),
     "100M": dict(hidden_size=640, intermediate_size=2560, num_hidden_layers=14, vocab_size=16000),
+    "deep": dict(hidden_size=192, intermediate_size=768, num_hidden_layers=20, vocab_size=5000),
+    "wide": dict(hidden_size=768, intermediate_size=2048, num_hidden_layers=3, vocab_size=24000),
+    "many words": dict(hidden_size=320, intermediate_size=640, num_hidden_layers=4, vocab_size=60000),
     "1.5B": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, vocab_size=151936),
 }
 """Qwen3 with 8 heads and 4 key heads; 1.5B is the shape of Qwen2.5-1.5B."""
@@ -45,7 +48,7 @@ LAYOUTS = {
 }
 HELD = ("weights", "gradient buffer", "optimizer states")
 PHASES = ("update", "infer", "publish")
-LORA = {"rank": 8, "alpha": 16.0}
+LORA_ALPHA = 16.0
 GROUPS, ANSWERS = 4, 4
 
 
@@ -62,6 +65,8 @@ class Measured:
     are computed again in the backward pass."""
     prompt: int = 8
     answer: int = 56
+    rank: int = 8
+    """Of LoRA."""
 
     @property
     def budget(self) -> int:
@@ -124,7 +129,7 @@ def config_of(case: Measured, folder: Path) -> Config:
         "step.max_tokens_per_microbatch": case.budget,
     }
     if case.trains != "full":
-        values["model.lora"] = LORA
+        values["model.lora"] = {"rank": case.rank, "alpha": LORA_ALPHA}
         values["model.quantization"] = case.trains if case.trains in ("nf4", "int8") else "none"
     return changed(Config(), values)
 
