@@ -37,6 +37,8 @@ WITHIN = 0.1
 PACKED, SHARED, AGAIN = "packed", "shared prefix", "checkpointing"
 LARGE = {"prompt": 2, "answer": 14}
 CASES = (
+    # held out at first, and 18% below what was measured: the plan lacked the part of a tensor rank in a publish
+    Measured("many words", "LoRA", "FSDP x TP", PACKED, rank=16),
     *(Measured("10M", "full", "one", how) for how in (PACKED, SHARED, AGAIN)),
     *(Measured("10M", "full", "FSDP", how) for how in (PACKED, SHARED, AGAIN)),
     Measured("10M", "full", "FSDP x TP", PACKED),
@@ -68,8 +70,9 @@ HELD_OUT = (
     Measured("wide", "nf4", "one", PACKED, rank=24, **OTHER),
     Measured("many words", "full", "one", AGAIN),
     Measured("many words", "full", "FSDP, four", SHARED, **OTHER),
-    Measured("many words", "LoRA", "FSDP x TP", PACKED, rank=16),
     Measured("many words", "int8", "one", AGAIN, rank=4),
+    Measured("deep", "LoRA", "FSDP x TP", SHARED, rank=4, **OTHER),
+    Measured("many words", "full", "FSDP x TP", AGAIN, **OTHER),
 )
 EVERY = (*HELD_OUT, *CASES)
 HEAD = ("model", "trained", "ranks", "rows", "planned, MB", "measured, MB", "error")

@@ -167,7 +167,10 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
         several = layout.shard * layout.tensor > 1 and work.stage == 0
         # a rank that gathers nothing and trains factors makes only what it merges, a layer's; others have the head too
         whole_head = model.vocab * model.hidden * bool(share.gathers or work.factors is None)
-        items["largest whole weight"] = (1 + several) * 4 * max(whole_head, share.layer)
+        largest = 4 * max(whole_head, share.layer)
+        # over data ranks first: the part of a tensor rank, from which all parts are collected
+        part = largest // layout.tensor * (several and min(layout.shard, layout.tensor) > 1)
+        items["largest whole weight"] = (1 + several) * largest + part
         # kept between publishes; each rank merges its parts of the weights with them
         items["gathered factors"] = 4 * share.gathers * share.factors
     return items | (_training(share, kept, waits, working, residual) if work.trains else {})
