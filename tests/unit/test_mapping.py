@@ -487,6 +487,27 @@ def test_equal_answers_on_shared_devices_take_the_seconds_of_the_stages(recipe: 
     assert longer[0].seconds(config) < best.seconds(config)
 
 
+def test_a_step_waits_for_tools_and_rewards_as_in_the_simulator(
+    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config([*recipe, "algorithm.name=ppo", "rollout.max_response_tokens=64"]).config
+    at, work = Nodes(device=DEVICES["H100"], nodes=1, devices_per_node=8, network_gbs=50), work_of(config)
+    waiting = replace(work, reward_s=2.0, tool_calls=3, tool_s=0.5)
+    alone, found = (best_placements(config, [at], one) for one in (work, waiting))
+    assert found[0].placement.step_s == pytest.approx(alone[0].placement.step_s + 2.0 + 3 * 0.5)
+    (best, *_) = paced(config, found[:1], waiting, lognormal(64, 0.0, 64))
+    assert best.seconds(config) == pytest.approx(best.placement.step_s, rel=0.01)
+    (tmp_path / "cluster.yaml").write_text(TWO_NODES)
+    ahead = [*recipe, "pipeline.staleness=1", "rollout.max_response_tokens=64", f"cluster_file={tmp_path}/cluster.yaml"]
+    steps = []
+    for more in ((), ("reward_s=0.25", "tool_calls=2", "tool_s=0.5")):
+        assert main(["plan", *ahead, "json=true", *more]) == 0
+        steps.append([one["simulated"]["period_s"] for one in json.loads(capsys.readouterr().out)["placements"]])
+    assert min(steps[1]) > min(steps[0])
+    assert main(["plan", *recipe, "tool_s=1"]) == 2
+    assert "tool_s=1 is of a placement: give cluster_file=FILE too" in capsys.readouterr().err
+
+
 def test_the_rollout_of_a_run_ahead_has_the_devices_that_its_pace_needs(
     recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

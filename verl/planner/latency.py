@@ -61,6 +61,15 @@ class StepWork:
     """The backward pass computes the activations again (gradient checkpointing)."""
     weight_gradients: bool = True
     """The weights have gradients; False: those of LoRA's factors alone, whose products are not counted."""
+    reward_s: float = 0.0
+    tool_calls: float = 0.0
+    tool_s: float = 0.0
+    """The seconds from an answer to its reward, its calls of tools on average, and the seconds of one of them."""
+
+    @property
+    def waits_s(self) -> float:
+        """The seconds that an answer waits beside its decode steps."""
+        return self.reward_s + self.tool_calls * self.tool_s
 
     @property
     def row_tokens(self) -> float:
@@ -237,9 +246,12 @@ def generate_s(
     model: ModelSize, devices: int, tensor: int, at: Nodes, work: StepWork, room_bytes: float
 ) -> float | None:
     """Return the seconds of all answers by engines of `tensor` devices each; None if not one answer's keys and values
-    fit. room_bytes: of one device, for keys and values."""
+    fit. Answers of the last wave wait for tools and rewards; the place of others is taken meanwhile. room_bytes: of one
+    device, for keys and values."""
     pace = engine_pace(model, devices, tensor, at, work, room_bytes)
-    return None if pace is None else pace.prompts_s + pace.waves * work.response_tokens * pace.full_s
+    if pace is None:
+        return None
+    return pace.prompts_s + pace.waves * work.response_tokens * pace.full_s + work.waits_s
 
 
 def resharded_bytes(parameters: float, by: Division, tensor: int, whole: bool = False, item_bytes: float = 2) -> float:

@@ -184,8 +184,11 @@ def _generated_on(times: Times, devices: int) -> Times:
 
 
 def rules_of(config: Config, work: StepWork, layout: Division) -> Rules:
-    """Return how the models of this run may be divided, if those that infer or train have this layout."""
+    """Return how the models of this run may be divided, if those that infer or train have this layout. A rollout that
+    works beside the other stages does not wait for tools and rewards: other answers take the places."""
     engines = TENSOR if traits_of(config.rollout.engine).server else (1,)
+    if not colocated(config):
+        work = replace(work, reward_s=0.0, tool_calls=0.0)
     return Rules(work=work, stored=stored_of(config), layout=layout, engines=engines)
 
 
@@ -224,6 +227,9 @@ def _simulated(config: Config, placed: PlacedRun, work: StepWork, lengths: Lengt
         "sequence_s": decode_s + pace.prompts_s / share,
         "update_s": sum(slowest) - slowest[generation],
         "publish_s": 0.0,
+        "reward_s": work.reward_s,
+        "tool_calls": work.tool_calls,
+        "tool_s": work.tool_s,
     }
     return replayed(one, workload_of(one, times, lengths), SIMULATED_PUBLISHES)
 

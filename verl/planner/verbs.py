@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from verl.planner.what_if import (
 )
 from verl.workers import host
 
-PLACEMENT = ("cluster_file", "aim", "mean_tokens", "sigma", "deadline_s")
+PLACEMENT = ("cluster_file", "aim", "mean_tokens", "sigma", "deadline_s", *WAITS)
 """Arguments of `verl plan` about the placement of roles on a cluster."""
 GRID_PUBLISHES = 12
 """Publishes of each point of a grid, of which the first two do not count."""
@@ -113,6 +113,8 @@ def _placed(config: Config, given: Mapping[str, str]) -> tuple[list[PlacedRun], 
         raise Refused(f"aim={aim}: {' or '.join(AIMS)}")
     mean = given.get("mean_tokens")
     work = work_of(config, None if mean is None else _number("mean_tokens", mean, "the tokens of a mean answer"))
+    reward_s, tool_calls, tool_s = (_number(key, given.get(key, "0"), zero=True) for key in WAITS)
+    work = replace(work, reward_s=reward_s, tool_calls=tool_calls, tool_s=tool_s)
     cluster = read_cluster(Path(given["cluster_file"]))
     if "deadline_s" in given:
         if "aim" in given:
