@@ -91,6 +91,8 @@ class Workload:
     """Rollout and training share their devices: nothing is decoded during updates and publishes."""
     partial_rollout: bool = False
     """Running requests continue under new weights. Otherwise a publish waits until all of them have ended."""
+    resume_s: float = 0.0
+    """The seconds of a replica for each request that continues, whose keys and values it computes anew."""
     reward_s: float = 0.0
     """From the end of an answer to its reward."""
     tool_calls: float = 0.0
@@ -163,6 +165,11 @@ class _Replica:
         while self.running and self.running[0][0] <= self.steps + STEPS_APART:
             found.append(heapq.heappop(self.running)[1:])
         return found
+
+    def pause(self, seconds: float) -> None:
+        """Decode nothing for these seconds: the running sequences end so many decode steps later."""
+        if self.running:
+            self.steps -= seconds / self.decoding.step_s(len(self.running))
 
     def next_end_s(self) -> float:
         """Return the seconds until its next sequence ends."""
@@ -296,6 +303,7 @@ class SimulatedRun(VirtualRun):
         self.free_since_s = self.now_s
         for one in self.replicas:
             one.count(self.now_s, self.state[0])
+            one.pause(self.work.resume_s * len(one.running))
         self.ends.append((self.now_s, self.waited_s, self.trained_tokens, sum(one.idle_s for one in self.replicas)))
         return super().published()
 
