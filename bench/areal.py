@@ -146,8 +146,9 @@ def main(argv: Sequence[str]) -> int:
         "Command: `python bench/areal.py`. Nothing is fitted. The paper does not say how long the answers are, on "
         "which both times depend: each row is predicted for several means. A mean of 5,500 tokens gives the factors "
         "of both models. The gain of requests that continue is given for four nodes, without the division of the "
-        "devices and the lengths there: it is 0 where the trainer is the slower side, and more than was measured where "
-        "the rollout is, since a publish otherwise waits for the longest of all requests while none begins."
+        "devices and the lengths there: it is 0 where the trainer is the slower side, and mostly more than was "
+        "measured where the rollout is, since a publish otherwise waits for the longest of all requests while none "
+        "begins."
     )
     named = ("system", "factor", "against", "why it is not predicted", "source")
     cells = [tuple(str(one[key]) for key in ("system", "factor", "against", "open", "source")) for one in _shapes()]
