@@ -58,7 +58,7 @@ actor gathered embeddings                   -       130 MiB             -       
 actor inference activations                 -       522 MiB             -             -             -             -
 actor log-prob chunk                        -       512 MiB             -       512 MiB             -             -
 actor head's gradient                       -             -             -       519 MiB             -             -
-actor largest whole weight                  -             -             -             -             -      1.01 GiB
+actor largest whole weight                  -             -             -             -             -      1.27 GiB
 actor optimizer states                942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 actor gradients                             -             -             -       471 MiB             -             -
 actor gradients of one copy                 -             -             -       471 MiB             -             -
