@@ -1,6 +1,6 @@
 """verl beside TRL and a naive loop: step time and tokens/s of the quickstart's workload on this machine's CPU.
 
-    python bench/laptop.py [--quick] [--rounds N] [--steps N] [--threads N]
+    python bench/laptop.py [--quick] [--rounds N] [--steps N] [--threads N] [--without-naive]
 
 The arms run in turn, round by round, on the same prompts and from the same checkpoint. Writes its part of
 bench/RESULTS.md (with
@@ -51,6 +51,8 @@ class Settings:
     threads: int
     folder: Path
     page: Path
+    naive: bool = True
+    """The naive loop is measured, which takes half of the time."""
 
 
 @dataclass(slots=True)
@@ -104,6 +106,8 @@ def main(argv: Sequence[str]) -> int:
 def measure(settings: Settings, start: Start, console: Console) -> Found:
     """All rounds, in turn: machine, verl, TRL, naive, machine, verl, ..."""
     programs, reasons = find_programs(settings, console)
+    if not settings.naive:
+        reasons["naive"] = "left out by --without-naive"
     found = Found()
     for dtype in limits.precisions(torch.cpu.get_capabilities()):
         arms = found.arms[dtype] = {name: results.Arm(name, reason=reasons.get(name)) for name in results.ARMS}
@@ -137,6 +141,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
     parser.add_argument("--rounds", type=int, help="3 (with --quick 1)")
     parser.add_argument("--steps", type=int, help="measured steps per arm and round: 5 (with --quick 3)")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every arm; all cores")
+    parser.add_argument("--without-naive", action="store_true", help="leave out the naive loop: half of the time")
     given = parser.parse_args(argv)
     rounds = given.rounds if given.rounds is not None else (1 if given.quick else 3)
     steps = given.steps if given.steps is not None else (3 if given.quick else 5)
@@ -145,7 +150,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
             parser.error(f"--{name}={value}: must be at least 1")
     folder = ROOT / "runs" / "bench"
     page = folder / "RESULTS_quick.md" if given.quick else ROOT / "bench" / "sections" / "laptop.md"
-    return Settings(rounds, steps, given.threads, folder, page)
+    return Settings(rounds, steps, given.threads, folder, page, naive=not given.without_naive)
 
 
 def arm_env(threads: int) -> dict[str, str]:
