@@ -1,6 +1,10 @@
 """Quantised weights are those of bitsandbytes: codes, scales, values, and checkpoints both ways."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -182,6 +186,34 @@ def test_compiled_products_of_a_row_do_not_depend_on_the_others(kernels, kind):
         whole = nf4.quantised_linear(x, weight, None, kernels=kernels)
         for n in (1, 2, 3, 4, 5, 6, 7, 13, 48, 49):
             assert torch.equal(nf4.quantised_linear(x[:n], weight, None, kernels=kernels), whole[:n]), n
+
+
+BY_BYTES = """
+import torch
+from verl.accel.cpu import nf4
+from verl.accel.cpu.kernels import load_kernels
+from verl.nn.quant import quantise_weight
+kernels = load_kernels(torch.float32)
+assert kernels.panel_width == 16, kernels
+torch.manual_seed(0)
+for width, depth, double in ((37, 192, True), (20, 4224, True), (33, 64, False)):
+    weight, x = quantise_weight(torch.randn(width, depth), "nf4", double=double), torch.randn(49, depth)
+    values = weight.dequantised(torch.float32)
+    assert torch.equal(nf4.quantised_back(torch.eye(width), weight, kernels=kernels), values)
+    whole = nf4.quantised_linear(x, weight, None, kernels=kernels)
+    torch.testing.assert_close(whole.double(), x.double() @ values.double().T, atol=1e-5 * depth**0.5, rtol=1e-6)
+    for n in (1, 2, 3, 4, 5, 6, 7, 13, 48):
+        assert torch.equal(nf4.quantised_linear(x[:n], weight, None, kernels=kernels), whole[:n]), n
+"""
+
+
+def test_products_with_avx2_alone_have_the_values_of_the_codes():
+    """On a machine with AVX-512: compiled without it, as most machines do."""
+    if shutil.which("gcc") is None or "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("gcc and a CPU with AVX-512")
+    env = os.environ | {"CC": "gcc -mno-avx512f"}
+    done = subprocess.run([sys.executable, "-c", BY_BYTES], env=env, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
 
 
 def test_compiled_products_go_into_columns_with_bias_residual_and_the_order_of_rope(kernels):

@@ -228,7 +228,7 @@ def test_a_scan_has_the_extremes_and_the_values_that_torch_has_and_the_checksums
     """In one call for tensors of all these sizes, some longer than what is read at a time."""
     torch.manual_seed(0)
     tensors, checked = list[torch.Tensor](), list[bool]()
-    for size in (1, 5, 15, 16, 17, 33, 255, 257, 511, 513, 1003, 4096, 9001):
+    for size in (1, 5, 15, 16, 17, 33, 64, 65, 128, 255, 257, 511, 513, 1003, 4096, 9001):
         for bad in (0.0, float("nan"), -float("nan"), float("inf"), -float("inf")):
             for at in {0, size // 2, size - 1}:
                 x = torch.randn(size).to(kernels.dtype)
