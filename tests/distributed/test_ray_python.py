@@ -20,7 +20,7 @@ from verl.model_engine.base import EngineContext
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
 from verl.types import merge_metrics
-from verl.workers.group import Broadcast
+from verl.workers.group import Broadcast, WorkerDied
 from verl.workers.pools import Pool
 from verl.workers.ray.cluster import RayCluster
 
@@ -34,6 +34,18 @@ def other(tmp_path_factory):
     (packages / "those_of_the_other.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     (packages / "only_there.py").write_text("")
     return str(folder / "bin" / "python")
+
+
+def test_an_interpreter_that_a_node_does_not_have_ends_the_start(ray_session, tmp_path):
+    given = {"layout": Layout(world_size=1), "set_up": nothing, "python": "/no/such/python", "start_timeout_s": 8.0}
+    cluster = RayCluster({"main": Pool()}, {"actor": "main"}, **given)
+    try:
+        group = cluster.start("actor", build, (tmp_path,))
+        line = r"rank 0 of actor \(process \? on \?\) has not started within cluster.start_timeout_s=8: is model.python"
+        with pytest.raises(WorkerDied, match=line):
+            group.submit(interpreter, Broadcast()).result(WAIT_S)
+    finally:
+        cluster.close()
 
 
 def test_two_ranks_of_another_interpreter_train_as_one_process(ray_session, other, tmp_path):

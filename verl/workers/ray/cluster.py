@@ -105,8 +105,10 @@ class RayCluster:
         layout = self.layout if world_size == self.layout.world_size else Layout(world_size=world_size)
         made = pickled(build, (self.set_up, args))
         kind: dict[str, Any] = {"concurrency_groups": {"calls": 1, "beside": 1, "watch": 1}}
+        live = self._live
         if (another := self._another_python(name)) is not None:
             kind["runtime_env"] = runtime_env(another)
+            live = partial(self._live, start_timeout_s=self.start_timeout_s)  # Ray tries a missing one again and again
         actors = [self._actor(RankActor, name, rank, kind) for rank in range(world_size)]
         address = actors[0].serve.remote() if world_size > 1 else ""
         built = [
@@ -115,7 +117,7 @@ class RayCluster:
             )
             for i, a in enumerate(actors)
         ]
-        return RayGroup(name, actors, built, self._live, died or self._died)
+        return RayGroup(name, actors, built, live, died or self._died)
 
     def place(self, name: str) -> str:
         return self.roles.get(name, next(iter(self.pools)))
@@ -131,8 +133,9 @@ class RayCluster:
         self._deaths.append(error)
         self._on_failure(error)
 
-    def _live(self, *given: Any, died: Callable[[str], None]) -> ActorLife:
-        self._lives.append(life := ActorLife(*given, died=died, started=self._process))
+    def _live(self, *given: Any, died: Callable[[str], None], start_timeout_s: float | None = None) -> ActorLife:
+        life = ActorLife(*given, died=died, started=self._process, start_timeout_s=start_timeout_s)
+        self._lives.append(life)
         return life
 
     def _process(self, process: int) -> None:

@@ -27,7 +27,7 @@ class ActorLife:
     returns, and fails when the actor dies.
 
     died: called once, in any thread, with a text about the actor's end · started: called with the number of its
-    process."""
+    process · start_timeout_s: the deadline of its first answer; None: Ray reports that it cannot start it"""
 
     def __init__(
         self,
@@ -38,9 +38,11 @@ class ActorLife:
         *,
         died: Callable[[str], None],
         started: Callable[[int], None],
+        start_timeout_s: float | None = None,
     ) -> None:
         self._name, self._actor, self._on_end, self._started = name, actor, died, started
         self._place: Where | None = None
+        self._began_s, self._start_timeout_s = time.monotonic(), start_timeout_s
         self._lock = threading.Lock()
         self._ready = self.over = False
         self._request_sent_s: float | None = None
@@ -50,6 +52,9 @@ class ActorLife:
 
     def look(self, silent_s: float) -> None:
         """Check that the process answers. A stopped process does not, and counts as dead after `silent_s`."""
+        limit_s = self._start_timeout_s
+        if limit_s is not None and self._place is None and time.monotonic() - self._began_s > limit_s:
+            self._end(f"has not started within cluster.start_timeout_s={limit_s:g}: is model.python on each node?")
         if self.over or not self._ready:
             return
         if self._request_sent_s is None:
