@@ -65,6 +65,7 @@ LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_cl
 PLACES = "tests/unit/test_config_cluster.py"
 LOOK_AHEAD = "tests/unit/test_look_ahead.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
+NOTES = "tests/numerics/test_kernel_notes.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
 COPY, COPIES = "tests/numerics/test_compute_copy.py", "tests/distributed/test_compute_copies.py"
@@ -1421,6 +1422,17 @@ MUTANTS = (
     Mutant("accel/cuda/attention.py", "(token + j < length)", "(token + j <= length)", CUDA),
     Mutant("accel/cuda/attention.py", "(token + j >= length - window)", "(token + j > length - window)", CUDA),
     Mutant("accel/cuda/attention.py", 'precision="ieee") * scale', 'precision="ieee")', CUDA),
+    # a part has fewer keys than it is worth; the parts of a row leave keys out
+    Mutant("accel/cuda/attention.py", "tl.maximum(keys // KEYS, 1)", "tl.maximum((keys + KEYS - 1) // KEYS, 1)", CUDA),
+    Mutant("accel/cuda/attention.py", "part * blocks // parts * BLOCK", "blocks // parts * part * BLOCK", CUDA),
+    # a GPU run says nothing about operations without a kernel
+    Mutant("accel/table.py", "choice.kernel.name != plain.PLAIN", "True", NOTES),
+    Mutant("nn/kernel_notes.py", "if packed:", "if not packed:", NOTES),
+    Mutant("nn/kernel_notes.py", "if keys != values:", "if keys < values:", NOTES),
+    Mutant(
+        "driver/assemble.py", "for workers in learner.models.values() if workers.trains)", "for workers in ())", NOTES
+    ),
+    Mutant("rollout/native/paged.py", "if shape.delta is not None:", "if False:", NOTES),
     # a split is merged twice, or left out; a row without keys divides by zero
     Mutant("accel/cuda/attention.py", "inside = (b[:, None] < parts) &", "inside = (b[:, None] <= parts) &", CUDA),
     Mutant(

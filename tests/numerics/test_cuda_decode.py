@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import blocks, decode, prompts
+from verl.accel.cuda import attention, blocks, decode, prompts
 from verl.accel.cuda.rows import KERNELS
 from verl.accel.linear import Plain, SingleProducts
 from verl.accel.operations import Use
@@ -164,7 +164,9 @@ def test_a_version_in_8_bits_is_whole(spoilt: str, match: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_row_in_several_parts_equals_transformers() -> None:
+def test_a_row_in_several_parts_equals_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four parts of 64 keys, and three."""
+    monkeypatch.setattr(attention, "KEYS_PER_SPLIT", 64)
     module = reference(CONFIGS["qwen3"])
     core = fused(CONFIGS["qwen3"], module, max_context_tokens=512, max_prefill_tokens=512)
     for prompt, completion in answers(core, Sampling(max_tokens=6, temperature=0.0), (300, 254)).values():
@@ -265,7 +267,7 @@ class Declared(TorchDispatchMode):
 
         def call(*args: Any, **named: Any) -> Any:
             args = tuple(self._positions if i == 4 and name == "page_attention" else a for i, a in enumerate(args))
-            if name != "expert_products":  # its work depends on numbers of rows, which only the device knows
+            if name not in ("expert_products", "page_prompt_attention"):  # only the device knows their numbers of rows
                 self.bytes += self._rows[name].traffic * OPERATIONS[name].cost(*args, **named).bytes
             return result(*args)
 

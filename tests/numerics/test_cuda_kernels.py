@@ -26,7 +26,11 @@ from verl.nn.quant import quantise_weight
 from verl.rollout.embedded.sampler import sample, stream_of
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
+import triton
+from triton import language as tl
+
 from verl.accel.cuda import attention, blocks, experts, layers, nf4, prompts, rotary, sampling, training, truncation
+from verl.accel.cuda.attention import _first_of_part, _split_of_row
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 CUT = plain.plain_truncate
@@ -67,20 +71,43 @@ def test_every_ratio_of_query_to_key_heads(each: int) -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 @matrix("window,cap", [(0, 0.0), (1, 0.0), (7, 2.0), (64, 0.0), (65, 1.0), (300, 0.0)], quick=[(0, 0.0), (7, 2.0)])
 def test_edges_of_pages_parts_and_windows(splits: int, window: int, cap: float) -> None:
-    """Rows that end at, before and after a page (64) and a part (256), and one with four parts."""
-    rows = [-1, 0, 63, 64, 255, 256, 257, 511, 512, 1000]
+    """Rows that end at, before and after a page (64) and the least keys of two parts (512), and one with four parts."""
+    rows = [-1, 0, 63, 64, 255, 256, 257, 510, 511, 512, 1030]
     attention_case(4, 2, 16, rows, page=64, splits=splits, window=window, cap=cap)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("splits,dim", [(1, 24), (2, 96)])
 def test_sinks_and_sizes_that_are_no_power_of_two(splits: int, dim: int, dtype: torch.dtype) -> None:
-    attention_case(6, 2, dim, [-1, 0, 40, 300], page=32, splits=splits, with_sinks=True, dtype=dtype, window=290)
+    attention_case(6, 2, dim, [-1, 0, 40, 600], page=32, splits=splits, with_sinks=True, dtype=dtype, window=590)
 
 
 def test_more_parts_than_a_row_needs_are_not_read() -> None:
-    """16 parts are allowed; the row of 600 tokens has 3, that of one token 1."""
+    """16 parts are allowed; the row of 601 tokens has 2, that of one token 1."""
     attention_case(2, 1, 16, [0, 600], page=128, splits=16)
+
+
+@triton.jit
+def _store_parts(out, length, window, BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr):
+    first, blocks, parts = _split_of_row(length, window, BLOCK, KEYS, SPLITS)
+    tl.store(out, parts)
+    for part in range(0, parts + 1):
+        tl.store(out + 1 + part, _first_of_part(first, blocks, parts, part, BLOCK))
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_a_part_has_its_least_keys_and_all_parts_have_every_key(block: int) -> None:
+    """As the kernel splits a row on the device, for every length at which the number of parts changes."""
+    edges = [256 * i + off for i in range(5) for off in (-1, 0, 1, 17, 65, 191)]
+    for length, splits, window in product(edges, (1, 4, 64), (attention.ALL_KEYS, 300, 513)):
+        out = torch.zeros(2 + splits, dtype=torch.int64)
+        _store_parts[(1,)](out, max(length, 0), window, BLOCK=block, KEYS=attention.KEYS_PER_SPLIT, SPLITS=splits)
+        parts, length = int(out[0]), max(length, 0)
+        begins = out[1 : 2 + parts].clamp(max=length)
+        sizes, read = begins.diff(), length - int(begins[0])
+        assert parts == max(1, min(splits, read // 256)), "257 keys are one part"
+        assert int(begins[0]) == max(length - window, 0) // block * block and int(begins[-1]) == length
+        assert parts == 1 or (int(sizes.min()) >= 256 and int(sizes.max() - sizes.min()) < 2 * block), sizes
 
 
 @pytest.mark.parametrize("each", [1, 3])

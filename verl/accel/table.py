@@ -203,6 +203,18 @@ def choose(operation: str, use: Use, *, without: tuple[str, ...] = ()) -> Choice
     return None
 
 
+def why_plain(operation: str, use: Use) -> str | None:
+    """Return why an operation is computed by torch's operations; None if it has a kernel."""
+    choice = choose(operation, use)
+    if choice is not None and choice.kernel.name != plain.PLAIN:
+        return None
+    passed = {} if choice is None else choice.passed_over
+    if choice is None:
+        passed = {kernel.name: str(kernel.load(use)) for kernel in kernels_of(operation, use)}
+    found = "; ".join(f"{name}: {reason}" for name, reason in passed.items())
+    return found or f"{use.device.type} has no kernel of it in {str(use.dtype).removeprefix('torch.')}"
+
+
 def layer_launches(use: Use) -> int | None:
     """Return the launches of a layer of a dense model in a decode step over pages, at most; None if this device has no
     kernels for it."""

@@ -4,7 +4,7 @@ the protocols is the same everywhere."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -128,9 +128,8 @@ async def _run_of(
     waits, cursor = Waits(claimed.path / "waits.json"), _cursor(config, algorithm, len(tasks))
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     updates = sizes.policy_updates(config, num_steps)
-    if algorithm.critic is not None and updates == 0:
-        warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
-        progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
+    for line in _critic_alone(algorithm, updates, num_steps):
+        progress.message(line)
     shared = {"crash_dir": claimed.path / "crash", "say": progress.message, "tokenizer": tokenizer}
     context = context_of(config, placed_roles(config), updates=updates_of_run(config, num_steps), **shared)
     refused.callback(context.cluster.close)
@@ -151,6 +150,7 @@ async def _run_of(
     trajectories = trajectories_of(config, tokenizer, loops, rollout, reward, waits, algorithm, images)
     groups = _groups(config, learner, tasks, cursor, trajectories, reporter, num_steps, tokenizer)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), disk.checkpoint_bytes(config), reporter)
+    say_notes(learner, progress.message)
     publisher = _publisher(config, sync, probes, actor, replicas, rollout, waits, progress)
     context.cluster.watch(from_threads(groups.fail))
     if isinstance(rollout, Router):
@@ -176,6 +176,13 @@ async def _run_of(
         reward_metrics=lambda: pool_metrics(pool.take_load()) if pool else {},
         first_index=claimed.state.step if claimed.state else 0,
     )
+
+
+def _critic_alone(algorithm: Algorithm, updates: int, num_steps: int) -> Iterator[str]:
+    """Yield a warning if the policy has no update in the whole run."""
+    if algorithm.critic is not None and updates == 0:
+        warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
+        yield f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is"
 
 
 async def _started(
@@ -380,6 +387,13 @@ def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> Chec
 def trained_roles(learner: Learner) -> tuple[str, ...]:
     """Return the roles that have an optimizer, the policy first."""
     return tuple(role for role, workers in learner.models.items() if workers.trains)
+
+
+def say_notes(learner: Learner, say: Callable[[str], None]) -> None:
+    """Print the notes of the trained models' engines, each line once."""
+    every = (workers.capabilities.notes for workers in learner.models.values() if workers.trains)
+    for note in dict.fromkeys(note for notes in every for note in notes):
+        say(note)
 
 
 def reporter_of(

@@ -21,7 +21,7 @@ from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, load_conversations
-from verl.driver.assemble import context_of, learner_of, reporter_of, total_steps_of, trained_roles
+from verl.driver.assemble import context_of, learner_of, reporter_of, say_notes, total_steps_of, trained_roles
 from verl.driver.assemble_images import refuse_unstored
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.identity import start_beside_folder
@@ -130,6 +130,7 @@ async def _run_of(
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, on_step=on_step)
     needed_bytes = checkpoint_bytes(config, command)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), needed_bytes, reporter)
+    say_notes(learner, progress.message)
     return SupervisedRun(
         config=config,
         dir=claimed.path,

@@ -198,6 +198,8 @@ class EngineCapabilities:
     """A step that fits into one micro-batch needs no separate first pass, since its outputs would be the same."""
     replays_routes: bool = False
     """It computes tokens with the routes of their rollout; other engines are given rows without them."""
+    notes: tuple[str, ...] = ()
+    """Lines for the user: operations that are computed without a kernel, and why."""
 
 
 class Computes(Protocol):

@@ -35,9 +35,10 @@ from verl.nn.compiled import CompiledLayers
 from verl.nn.delta_net import StatePlan, plan_states, route_delta_nets
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
 from verl.nn.fused import fuse, unfuse
+from verl.nn.kernel_notes import training_notes
 from verl.nn.linear_teacher import HeadWeights
 from verl.nn.precision import computing_in, rounded, rounded_weight
-from verl.nn.quant_linear import computing_with
+from verl.nn.quant_linear import computing_with, quantised_layers
 from verl.nn.router_replay import RouterReplay
 from verl.nn.vision import Vision
 from verl.objective import Term
@@ -68,6 +69,9 @@ class ReplicaWeights:
 class Passes:
     """The passes of one model, with the weights of `local`. Its gradients are accumulated over the calls."""
 
+    notes: tuple[str, ...] = ()
+    """A line for each operation that a GPU has a kernel of, and that is computed without one."""
+
     def __init__(self, local: LocalModel) -> None:
         self.local, self._precision, settings = local, local.settings.precision, local.settings
         self.compute = self._precision.compute
@@ -84,6 +88,8 @@ class Passes:
         )
         self.compiled = CompiledLayers() if settings.compile else None
         self._own_forward()
+        coded = bool(quantised_layers(local.model))
+        self.notes = training_notes(local.device, self.compute, text, packed=self.packed, quantised=coded)
         if settings.replays_routes and not self.packed:
             raise Refused("router replay is of packed rows: set model.engine_options.attention=auto")
         self._replay = RouterReplay(self._decoder) if settings.replays_routes else None

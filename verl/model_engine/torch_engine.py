@@ -87,6 +87,7 @@ class TorchEngine:
             trains=self.optimizer is not None,
             one_pass=self.device.type == "cpu",
             replays_routes=self.settings.replays_routes,
+            notes=self.passes.notes,
         )
 
     # -- Trains --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS_PER_SPLIT = 256  # the fewest keys per part: with fewer, merging costs more than the parts save
+KEYS_PER_SPLIT = 256  # the fewest keys per part of a row with several: with fewer, merging costs more than they save
 MAX_SPLITS = 64
 BLOCK_KEYS, BLOCK_BYTES = 64, 32768  # at most: keys that are read at once, from one page, and their bytes
 MERGED_AT_ONCE = 8  # partial results that are read at once
@@ -29,12 +29,18 @@ def _tanh(x):
 
 @triton.jit
 def _split_of_row(length, window, BLOCK: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the first key that is read, a multiple of BLOCK, the keys per part, and the number of parts."""
+    """Return the first key that is read, a multiple of BLOCK, the blocks of keys, and the number of parts, each of at
+    least KEYS keys unless it is the only one."""
     first = tl.maximum(length - window, 0) // BLOCK * BLOCK
     keys = length - first
-    parts = tl.minimum(tl.maximum((keys + KEYS - 1) // KEYS, 1), SPLITS)
-    per_part = tl.maximum((keys + parts * BLOCK - 1) // (parts * BLOCK), 1) * BLOCK
-    return first, per_part, tl.maximum((keys + per_part - 1) // per_part, 1)
+    parts = tl.minimum(tl.maximum(keys // KEYS, 1), SPLITS)
+    return first, (keys + BLOCK - 1) // BLOCK, parts
+
+
+@triton.jit
+def _first_of_part(first, blocks, parts, part, BLOCK: tl.constexpr):
+    """Return the first key of a part: the blocks of two parts differ by one at most."""
+    return first + part * blocks // parts * BLOCK
 
 
 @triton.jit
@@ -87,7 +93,7 @@ def _attend_part(
     only, this is the final result."""
     n, k, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(positions + n).to(tl.int32) + 1
-    first, per_part, parts = _split_of_row(length, window, BLOCK, KEYS, SPLITS)
+    first, blocks, parts = _split_of_row(length, window, BLOCK, KEYS, SPLITS)
     if part < parts:
         g, d, j = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, BLOCK)
         heads = (g[:, None] < G) & (d[None, :] < D)
@@ -95,8 +101,9 @@ def _attend_part(
         most = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-        start = first + part * per_part
-        for token in range(start, tl.minimum(start + per_part, length), BLOCK):
+        start = _first_of_part(first, blocks, parts, part, BLOCK)
+        end = tl.minimum(_first_of_part(first, blocks, parts, part + 1, BLOCK), length)
+        for token in range(start, end, BLOCK):
             page = tl.load(table + n * table_stride + token // PAGE).to(tl.int64)
             seen = (token + j < length) & (token + j >= length - window)
             place = ((page * PAGE + token % PAGE + j) * K + k)[:, None] * D + d[None, :]

@@ -12,6 +12,7 @@ from verl.rollout.base import RolloutContext
 from verl.rollout.embedded.front import EmbeddedEngine
 from verl.rollout.native.architecture import UnsupportedModel
 from verl.rollout.native.options import Options
+from verl.rollout.native.paged import why_slots
 from verl.rollout.native.runner import NativeRunner
 
 
@@ -33,15 +34,11 @@ def build(
             key = "rollout.engine_options.replay_routes=true"
             raise Refused(f"{key}: no other engine records routes, and {e}; leave it out") from e
         return hf.build(hf.Options(), context, notes=(f"rollout: the hf engine is used, since {e}",))
-    routes = (
-        "replay_routes=true: it records experts"
-        if options.replay_routes and torch.device(context.device).type == "cuda"
-        else None
-    )
+    device = torch.device(context.device)
     slower = {
         "compiled kernels": runner.ops.missing,
         "the decode kernels": runner.without_fused,
-        "pages and captured steps": routes,
+        "pages and captured steps": why_slots(device, runner.model.shape, routes=options.replay_routes),
     }
     cached = options.prefix_cache_tokens > 0
     return EmbeddedEngine(runner, context, prefix_cache=cached, notes=slower_notes(slower))

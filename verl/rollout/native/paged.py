@@ -79,6 +79,16 @@ def whole_pages(tokens: int) -> int:
     return round_up(tokens, PAGE)
 
 
+def why_slots(device: torch.device, shape: Shape, *, routes: bool) -> str | None:
+    """Return why rows of a model are decoded without pages and captured steps on a CUDA device; None on other devices,
+    and if they are not. routes: experts are recorded."""
+    if device.type != "cuda":
+        return None
+    if shape.delta is not None:
+        return "delta nets: a state per row, in slots; torch's operations compute each of its tokens"
+    return "replay_routes=true: it records experts" if routes else None
+
+
 class PageCache:
     """KV in pages [layers, 2, pages, PAGE, K, D], and the table of the pages of slots 0..n-1, in the order of their
     tokens. Slots that continue the same prompt share its full pages, which are counted, and have copies of the rest.

@@ -1,0 +1,102 @@
+"""A run on a GPU says which operations are computed without a kernel, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hybrid import model
+from test_attention import make
+from test_rollout_numerics import CONFIGS
+from transformers import Qwen3Config
+
+pytest.importorskip("triton", reason="no Triton here (make triton-package)")
+from verl.accel.cuda import decode
+from verl.driver.assemble import say_notes
+from verl.model_engine import passes
+from verl.model_engine.torch_engine import TorchEngine
+from verl.nn.kernel_notes import training_notes
+from verl.rollout.native.architecture import shape_of
+from verl.rollout.native.paged import why_slots
+
+CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+FUSED = ["trained_rms_norm", "trained_swiglu", "trained_rotation"]
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of capability 9.0, on which Triton can compile."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(decode, "_cannot_build", lambda: None)
+
+
+def lines(config: Any, dtype: torch.dtype = torch.bfloat16, *, quantised: bool = False) -> dict[str, str]:
+    """The reasons of a model on a card, by operation."""
+    found = training_notes(CUDA, dtype, config, packed=True, quantised=quantised)
+    head = "training: slower without a kernel of "
+    assert all(line.startswith(head) for line in found)
+    return {name: reason.rstrip(")") for name, _, reason in (line[len(head) :].partition(" (") for line in found)}
+
+
+def test_with_every_kernel_nothing_is_said() -> None:
+    assert lines(CONFIGS["qwen3"], quantised=True) == {}
+    on_cpu = training_notes(CPU, torch.float32, CONFIGS["gemma2"], packed=True, quantised=True)
+    assert on_cpu == (), "other kernels are used there"
+
+
+def test_without_triton_each_operation_that_wants_it_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
+    found = lines(CONFIGS["qwen3"], quantised=True)
+    assert [*found] == [*FUSED, "quantised_linear", "quantised_back"]
+    assert all("Triton: Triton is not installed" in reason for reason in found.values())
+
+
+def test_below_ampere_attention_has_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    found = lines(CONFIGS["qwen3"])
+    assert [*found] == [*FUSED, "trained_attention"]
+    assert "torch's flash kernel: the card has compute capability 7.5, below 8.0" in found["trained_attention"]
+
+
+@pytest.mark.parametrize(
+    "config,reason",
+    [
+        (Qwen3Config(head_dim=512), "head_dim=512: flash kernels compute up to 256"),
+        (CONFIGS["gemma2"], "attn_logit_softcapping="),
+        (SimpleNamespace(**{**CONFIGS["qwen3"].to_dict(), "qk_head_dim": 192, "v_head_dim": 128}), "192 numbers per"),
+    ],
+)
+def test_attention_in_blocks_has_its_reason(config: Any, reason: str) -> None:
+    assert reason in lines(config)["trained_attention"]
+
+
+def test_float32_has_no_attention_in_one_call() -> None:
+    assert lines(CONFIGS["qwen3"], torch.float32) == {"trained_attention": "cuda has no kernel of it in float32"}
+
+
+def test_a_family_without_fused_modules_is_named() -> None:
+    found = lines(CONFIGS["gemma2"])
+    assert [*found] == [*FUSED, "trained_attention"]
+    assert found["trained_swiglu"].startswith("model_type gemma2: llama, ")
+
+
+def test_the_lines_reach_the_start_of_a_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a model's engine, on a device that is taken for a card, to what the driver prints."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(passes, "training_notes", lambda device, *use, **of: training_notes(CUDA, *use, **of))
+    capabilities = TorchEngine(make("qwen3")).capabilities
+    assert len(capabilities.notes) == 4
+    trained, said = SimpleNamespace(trains=True, capabilities=capabilities), []
+    frozen = SimpleNamespace(trains=False, capabilities=replace(capabilities, notes=("of a frozen model",)))
+    say_notes(SimpleNamespace(models={"actor": trained, "ref": frozen, "critic": trained}), said.append)  # type: ignore[arg-type]
+    assert said == [*capabilities.notes]
+
+
+def test_delta_nets_and_routes_have_a_reason_to_be_without_pages() -> None:
+    delta, plain = (shape_of(config, 64) for config in (model("qwen3_next").config, CONFIGS["qwen3"]))
+    assert "delta nets" in str(why_slots(CUDA, delta, routes=False))
+    assert why_slots(CUDA, plain, routes=True) == "replay_routes=true: it records experts"
+    assert why_slots(CUDA, plain, routes=False) is None and why_slots(CPU, delta, routes=True) is None
