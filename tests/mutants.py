@@ -66,6 +66,7 @@ PLACES = "tests/unit/test_config_cluster.py"
 LOOK_AHEAD = "tests/unit/test_look_ahead.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 NOTES = "tests/numerics/test_kernel_notes.py"
+CAPTURED = "tests/numerics/test_captured_steps.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
 COPY, COPIES = "tests/numerics/test_compute_copy.py", "tests/distributed/test_compute_copies.py"
@@ -1433,6 +1434,10 @@ MUTANTS = (
         "driver/assemble.py", "for workers in learner.models.values() if workers.trains)", "for workers in ())", NOTES
     ),
     Mutant("rollout/native/paged.py", "if shape.delta is not None:", "if False:", NOTES),
+    # a shape is captured at every step; graphs have memory of their own; a prompt's known tokens are not in its pages
+    Mutant("rollout/native/paged.py", "if step not in self._graphs:", "if True:", CAPTURED),
+    Mutant("rollout/native/paged.py", "self._memory = graph.pool()", "pass", CAPTURED),
+    Mutant("rollout/native/paged.py", "if job.done:", "if not job.done:", CAPTURED),
     # a split is merged twice, or left out; a row without keys divides by zero
     Mutant("accel/cuda/attention.py", "inside = (b[:, None] < parts) &", "inside = (b[:, None] <= parts) &", CUDA),
     Mutant(
