@@ -1423,6 +1423,11 @@ MUTANTS = (
     Mutant("accel/cuda/attention.py", "(token + j < length)", "(token + j <= length)", CUDA),
     Mutant("accel/cuda/attention.py", "(token + j >= length - window)", "(token + j > length - window)", CUDA),
     Mutant("accel/cuda/attention.py", 'precision="ieee") * scale', 'precision="ieee")', CUDA),
+    # a code is read from the wrong half of its byte; values of 4 bits have no scale
+    Mutant("accel/cuda/nf4.py", "tl.where(at % 2 == 0, both >> 4", "tl.where(at % 2 == 1, both >> 4", CUDA),
+    Mutant("accel/cuda/nf4.py", "tl.where(inside, found * scale, 0.0)", "tl.where(inside, found, 0.0)", CUDA),
+    # model.head_dtype=float32 is not passed on to SGLang
+    Mutant("rollout/sglang.py", "if context.float32_head:", "if False:", "tests/unit/test_rollout_sglang.py"),
     # a part has fewer keys than it is worth; the parts of a row leave keys out
     Mutant("accel/cuda/attention.py", "tl.maximum(keys // KEYS, 1)", "tl.maximum((keys + KEYS - 1) // KEYS, 1)", CUDA),
     Mutant("accel/cuda/attention.py", "part * blocks // parts * BLOCK", "blocks // parts * part * BLOCK", CUDA),
