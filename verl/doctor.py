@@ -92,16 +92,18 @@ def _kernels() -> list[str]:
     import torch
 
     from verl.accel.operations import Use
-    from verl.accel.table import layer_launches, lines_of
+    from verl.accel.table import decode_launches, lines_of
 
     lines = []
     for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for dtype in (torch.float32, torch.bfloat16):
             lines.append(f"kernels on {kind} in {str(dtype).removeprefix('torch.')}:")
             lines += [f"  {line}" for line in lines_of(torch.device(kind), dtype)]
-            if (found := layer_launches(Use(torch.device(kind), dtype))) is not None:
-                split = "where the depth of products is split"
-                lines.append(f"  a decode step: at most {found} launches for each layer of a dense model, {split}")
+            use = Use(torch.device(kind), dtype)
+            if (most := decode_launches(use)) and (plain := decode_launches(use, split=False)):
+                each = f"at most {plain[0]} launches for each layer of a dense model and {plain[1]} for the rest"
+                split = f"{most[0]} and {most[1]} where the depth of all products is split"
+                lines.append(f"  a decode step: {each}; {split}")
     return lines
 
 

@@ -177,6 +177,10 @@ OPERATIONS: Mapping[str, Operation] = {
 
 DECODED_LAYER: Mapping[str, int] = {"linear": 4, "add_norm": 2, "rotate_and_store": 1, "page_attention": 1, "gated": 1}
 """The calls of operations in a layer of a dense model, in a decode step over pages."""
+DECODED_ONCE: Mapping[str, int] = {"linear": 1, "add_norm": 1, "truncate": 1, "uniforms": 1, "sample": 1}
+"""Those in the rest of such a step: the norm before the head, the head and the draw."""
+TORCH_ONCE = 6
+"""The most launches of torch in the rest of a step: tokens, embeddings with their scale, the cap on logits."""
 
 KERNELS: tuple[Kernel, ...] = (*cpu.KERNELS, *cuda.KERNELS, *plain.KERNELS)
 """All rows. Of those that can compute an operation the first is chosen."""
@@ -215,14 +219,18 @@ def why_plain(operation: str, use: Use) -> str | None:
     return found or f"{use.device.type} has no kernel of it in {str(use.dtype).removeprefix('torch.')}"
 
 
-def layer_launches(use: Use) -> int | None:
-    """Return the launches of a layer of a dense model in a decode step over pages, at most; None if this device has no
-    kernels for it."""
-    found = {name: choose(name, use) for name in DECODED_LAYER}
-    chosen = {name: choice.kernel for name, choice in found.items() if choice is not None}
+def decode_launches(use: Use, *, split: bool = True) -> tuple[int, int] | None:
+    """Return the launches of a layer of a dense model in a decode step over pages, and those of the rest of the step,
+    at most; None if this device has no kernels for them. split: the depth of every product is split, if there is a
+    kernel for that."""
+    found = {name: choose(name, use) for name in {**DECODED_LAYER, **DECODED_ONCE}}
+    chosen = {name: choice.kernel.launches for name, choice in found.items() if choice is not None}
     if len(chosen) < len(found):
         return None
-    return sum(calls * chosen[name].launches for name, calls in DECODED_LAYER.items())
+    if not split:
+        chosen["linear"] = 1
+    layer, rest = (sum(n * chosen[name] for name, n in calls.items()) for calls in (DECODED_LAYER, DECODED_ONCE))
+    return layer, rest + TORCH_ONCE
 
 
 def lines_of(device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -69,7 +69,7 @@ KERNELS = (
     _row("gated", "layers", "gated", 2e-5, 2e-2),
     _row("truncate", "truncation", "truncate", 0.0, 0.0),
     _row("uniforms", "sampling", "draw_uniforms", 0.0, 0.0),
-    _row("sample", "sampling", "draw_tokens", 3e-5, 3e-5, traffic=2.1),
+    _row("sample", "sampling", "draw_tokens", 3e-5, 3e-5, traffic=2.1, launches=2),
     _row("expert_products", "experts", "expert_products", 2e-5, 4e-2, traffic=1.1),
     _row("trained_rms_norm", "training", "fused_rms_norm", 2e-6, 2e-2, traffic=1.1),
     _row("trained_swiglu", "training", "fused_swiglu", 2e-6, 2e-2),
