@@ -208,8 +208,8 @@ def test_frozen_parts_stay_and_the_others_get_the_gradient_of_whole_training(fro
     still = {name for name in before if family.part_of(name) in frozen}
     (_, own), (_, found) = (gradients(one, batch_of(one.model.config)) for one in (whole, engine))
     assert {name for name, gradient in found.items() if gradient is None} == still and still != before.keys()
-    for name in before.keys() - still:
-        torch.testing.assert_close(found[name], own[name], rtol=0, atol=1e-6 * float(own[name].abs().max()))
+    for name in before.keys() - still:  # frozen norms take another kernel, which rounds in another order
+        torch.testing.assert_close(found[name], own[name], rtol=0, atol=1e-5 * float(own[name].abs().max()))
     engine.optim_step()
     assert {name for name, p in engine.model.named_parameters() if torch.equal(p, before[name])} == still
     assert engine.optimizer is not None and len(engine.optimizer.state) == len(before) - len(still)

@@ -106,6 +106,11 @@ def test_rollout_has_the_logprobs_of_transformers(kind: str, engine: str) -> Non
     asyncio.run(answered(kind, module, made, given))
 
 
+CLOSE = {"gemma4": 4e-5}
+"""Weights that move by half a rounding of float32 move the log-probs of this tiny model by 1.2e-5, and those of the
+others by 3e-6 at most: CPUs that sum in other orders differ by as much."""
+
+
 def row_of(request: GenerateRequest, ids: np.ndarray, logprobs: np.ndarray) -> Sample:
     prompt = Segment(ids=request.prompt_ids, source="prompt", media=request.media)
     sampled = Segment(ids=ids, source="sampled", logprobs=logprobs, version=0)
@@ -117,10 +122,11 @@ async def answered(kind: str, module: Any, engine: EmbeddedEngine, given: list[G
     for request, answer in zip(given, await asyncio.gather(*map(engine.generate, given)), strict=True):
         row = row_of(request, answer.ids, answer.logprobs)
         own = own_logprobs(kind, module, row).numpy()
-        np.testing.assert_allclose(answer.logprobs, own, rtol=0, atol=1e-5, err_msg=request.id)
+        close = CLOSE.get(kind, 1e-5)
+        np.testing.assert_allclose(answer.logprobs, own, rtol=0, atol=close, err_msg=request.id)
         whole = np.concatenate([request.prompt_ids, answer.ids])
         scores = await engine.score(whole, media=request.media)
-        np.testing.assert_allclose(scores[-len(answer.ids) :], own, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(scores[-len(answer.ids) :], own, rtol=0, atol=close)
     await engine.close()
 
 
