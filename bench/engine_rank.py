@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,10 @@ class MeasuredRank:
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
+
+    def modules(self) -> list[str]:
+        """Return the names of the modules that this process has imported, in their order."""
+        return [name for name in sys.modules if name != "__main__"]
 
     def steps(self, batch: Batch, passes: int, number: int) -> list[float]:
         """Make optimizer steps. Return the processor's seconds of each, of all threads of this process."""

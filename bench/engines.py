@@ -10,6 +10,7 @@ bench/RESULTS.md (bench/sections/engines.md); `--only` prints without writing.
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
 from verl.types import Refs, Sample, Segment, ref_of
 from verl.workers.children.cluster import ChildCluster
-from verl.workers.group import WorkerGroup
+from verl.workers.group import Broadcast, WorkerGroup
 
 ROOT = Path(__file__).resolve().parents[1]
 WAIT_S = 900.0
@@ -48,8 +49,14 @@ LAYOUTS = {"TP 2": Layout(world_size=2, tensor=2), "TP 2 x PP 2": Layout(world_s
 ENGINES = ("sharded", "megatron")
 ROWS = {"92 tokens each": False, "40 to 272 tokens": True}
 BUDGET = 4096
-IMPORTS = "import verl.workers.children.host, verl.workers.rank_host, transformers, verl.model_engine.torch_engine"
-OF_ENGINE = {"megatron": "megatron.core.models.gpt, megatron.core.optimizer, megatron.core.pipeline_parallel"}
+IMPORTS = """
+import contextlib, importlib, json, sys
+with open(sys.argv[1]) as file:
+    names = json.load(file)
+for name in names:
+    with contextlib.suppress(Exception):  # of a name that was never imported: a module that a package has made
+        importlib.import_module(name)
+"""
 
 
 def write_model(folder: Path, shape: dict[str, Any]) -> Path:
@@ -133,27 +140,42 @@ def export(python: str, rounds: int) -> Table:
     return Table("an export of two tensor ranks, each its parts (the slower one counts)", head, tuple(found))
 
 
+def imports_s(python: str, modules: Path) -> float:
+    """The seconds in which two bare processes import the modules that this file names."""
+    began = time.perf_counter()
+    both = [subprocess.Popen([python, "-W", "ignore", "-c", IMPORTS, str(modules)], cwd=ROOT) for _ in range(2)]
+    assert not any(process.wait(WAIT_S) for process in both), modules
+    return time.perf_counter() - began
+
+
+def built_s(python: str, engine: str, context: EngineContext, modules: Path) -> float:
+    """The seconds until two ranks of an engine are built and answer a call. Their modules are written to the file."""
+    began = time.perf_counter()
+    with ranks(python, engine, context) as group:
+        found = group.submit(MeasuredRank.modules, Broadcast()).result(WAIT_S)
+        took_s = time.perf_counter() - began
+    modules.write_text(json.dumps(found[0]))
+    return took_s
+
+
 def start(python: str, rounds: int) -> Table:
+    """Rounds alternate the engines. In each, bare processes import what the ranks have imported, right after them, so
+    that other work of the machine is in both."""
     layout, found = LAYOUTS["TP 2"], []
+    took: dict[str, list[tuple[float, float]]] = {engine: [] for engine in ENGINES}
     with tempfile.TemporaryDirectory() as folder:
         context = EngineContext(
             folder=write_model(Path(folder), SMALL), optim=OptimSpec(lr=1e-4), dtype="float32", layout=layout
         )
-        for engine in ENGINES:
-            line = f"{IMPORTS}, {OF_ENGINE[engine]}" if engine in OF_ENGINE else IMPORTS
-            alone, whole = [], []
-            for _ in range(rounds + 1):  # the first one reads the files of packages from the disk
-                began = time.perf_counter()
-                both = [subprocess.Popen([python, "-W", "ignore", "-c", line], cwd=ROOT) for _ in range(2)]
-                assert not any(process.wait(WAIT_S) for process in both), line
-                alone.append(time.perf_counter() - began)
-                began = time.perf_counter()
-                with ranks(python, engine, context) as group:
-                    group.submit(MeasuredRank.steps, [(*rows(False), 0)] * 2).result(WAIT_S)
-                    whole.append(time.perf_counter() - began)
-            beyond = [a - b for a, b in zip(whole, alone, strict=True)]
-            found.append((engine, *(Spread.of(one[1:]).text(1) for one in (alone, whole, beyond))))
-            print(found[-1], flush=True)
+        for number in range(rounds + 1):  # the first one reads the files of packages from the disk
+            for engine in ENGINES[:: 1 if number % 2 else -1]:
+                modules = Path(folder) / f"{engine}.json"
+                took[engine].append((built_s(python, engine, context, modules), imports_s(python, modules)))
+    for engine, pairs in took.items():
+        whole, alone = zip(*pairs[1:], strict=True)
+        beyond = [a - b for a, b in pairs[1:]]
+        found.append((engine, *(Spread.of(one).text(1) for one in (alone, whole, beyond))))
+        print(found[-1], flush=True)
     head = ("engine", "imports alone, s", "until the ranks are built, s", "beyond the imports, s")
     return Table("the start of two ranks by another interpreter, with a 9.9M model", head, tuple(found))
 

@@ -47,16 +47,21 @@ def test_ranks_in_child_processes_learn_what_one_process_learns_and_resume(tmp_p
     assert not [child for child in children() if "workers.children" in " ".join(child.cmdline())]
 
 
-@pytest.mark.parametrize("engine, layout", [("veomni", ()), ("megatron", ("parallel.pipeline=2",))])
+@pytest.mark.parametrize(
+    "engine, backend, layout",
+    [("veomni", "processes", ()), ("megatron", "processes", ("parallel.pipeline=2",)), ("megatron", "ray", ())],
+)
 def test_the_ranks_of_another_engine_learn_it_and_one_process_goes_on(
-    engine, layout, tmp_path, tiny_model, arithmetic_data
+    engine, backend, layout, tmp_path, tiny_model, arithmetic_data
 ):
-    """Two steps by ranks in the environment of the engine (make ENGINE-env); the third one by the engine of torch."""
+    """Two steps by ranks in the environment of the engine (make ENGINE-env), as children or actors of Ray; the third
+    one by the engine of torch."""
     python = python_of(engine)
     data, here, there = arithmetic_data[:1], tmp_path / "here", tmp_path / "there"
     small_run(here, tiny_model, data, *SAME, "run.total_steps=3")
     more = (f"model.engine={engine}", f"model.python={python}", *layout)
-    small_run(there, tiny_model, data, *SAME, "run.total_steps=2", *RANKS, *more)
+    ranks = (f"cluster.backend={backend}", *RANKS[1:])
+    small_run(there, tiny_model, data, *SAME, "run.total_steps=2", *ranks, *more)
     small_run(there, tiny_model, data, *SAME, "run.total_steps=3")
     compare(here, there, tiny_model)
 
