@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import re
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from handmade_model import write_model, write_rows
 from translating import translate
 from verl_lines import public_lines, write_places
 
+from verl.config import worker_python
 from verl.config.compat import rules
 from verl.config.compat.rules import JOINT
 from verl.config.compat.table import find_row, key_rows, keys_table
@@ -1526,7 +1529,46 @@ def test_public_lines_are_taken_or_refused_for_what_is_not_here(
     assert said in PAGE.read_text()
 
 
-LINES, AS_WRITTEN, IN_ENVIRONMENT = 110, 68, 28
+@pytest.mark.slow
+def test_public_lines_of_an_engine_are_taken_where_its_environment_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of models with sizes that most layouts divide, with the packages of the engine taken as present."""
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    monkeypatch.setattr(worker_python, "_engine_faults", lambda *given: ())
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    rows, sizes = (
+        write_rows(tmp_path / "rows.jsonl", 2000),
+        {"context": 32768, "heads": 16, "kv_heads": 16, "layers": 48},
+    )
+    experts = {"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    model = write_model(tmp_path / "m", **sizes)
+    sparse = write_model(tmp_path / "sparse", **sizes, config=experts)
+    for folder in (model, sparse):
+        (folder / "chat_template.jinja").write_text(tool_arithmetic.CHAT_TEMPLATE)
+    paths = {
+        **write_places(tmp_path),
+        "TRAIN": rows,
+        "VAL": rows,
+        "MODEL": model,
+        "CLASSIFIER": model,
+        "SPARSE": sparse,
+    }
+    taken = list[str]()
+    for line in public_lines():
+        given = line.with_paths(paths)
+        if line.reason or load_config(given, verl_defaults=line.kind).config.model.engine == "torch":
+            continue
+        fallback = ["rollout.fallback=native"] if line.kind == "rl" else []
+        with contextlib.suppress(ValueError):
+            there = [*given, *fallback, f"model.python={sys.executable}"]
+            validate(load_config(there, verl_defaults=line.kind).config, COMMANDS[line.kind])
+            taken.append(line.name)
+    assert len(taken) == AS_WRITTEN_THERE, taken
+    assert f"{AS_WRITTEN_THERE} of the {IN_ENVIRONMENT} are taken as\nwritten" in PAGE.read_text()
+
+
+LINES, AS_WRITTEN, IN_ENVIRONMENT, AS_WRITTEN_THERE = 110, 68, 28, 13
 NO_ENVIRONMENT = (
     r"model\.engine={engine}: \S+ is missing in the environment of \S+; make {engine}-env makes one with .*; set "
     r"model\.python=\.venv-{engine}/bin/python, or model\.engine=torch, which computes the same in this one"
