@@ -36,7 +36,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from bench import lora_memory
-from bench.lora_beside_trl import RANKS, measured_steps, ratio, seconds
+from bench.lora_beside_trl import RANKS, equal_rewards, measured_steps, ratio, seconds
 from bench.lora_learn import learned, noise_of, steps_to
 from bench.parts import PartsBench, Row
 from verl.accel.operations import Use
@@ -198,6 +198,7 @@ def step(size: str) -> Iterator[Row]:
         yield Row(f"{of}: duration of TRL's step against verl's", ratio(found, "wall_s"))
         yield Row(f"{of}: verl's step, CPU s", seconds(found, "verl", "cpu_s"))
         yield Row(f"{of}: TRL's step, CPU s", seconds(found, "TRL", "cpu_s"))
+        yield Row(f"{of}: groups with equal rewards, which have no backward pass in verl", equal_rewards(found))
 
 
 def learn(size: str) -> Iterator[Row]:

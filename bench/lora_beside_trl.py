@@ -50,6 +50,11 @@ def ratio(found: Steps, clock: str) -> float:
     return seconds(found, "TRL", clock) / seconds(found, "verl", clock)
 
 
+def equal_rewards(found: Steps) -> float:
+    """Return the mean share of the groups of verl's steps that have equal rewards."""
+    return statistics.mean(step["equal_rewards_share"] for step in found["verl"])
+
+
 def seconds(found: Steps, name: str, clock: str) -> float:
     """Return the median of the steps of an arm."""
     return statistics.median(step[clock] for step in found[name])

@@ -16,8 +16,8 @@ from verl.driver.launch import run_rl
 from verl.track.metrics import read_metrics
 
 WARMUP_STEPS = 600
-"""Of the model that all begin with: those of the recipe. After the 400 of the benches of speed, RL has too few right
-answers to learn from (.07 -> .11 in 25 steps)."""
+"""Of the model that all begin with: those of the recipe. After 400, RL has too few right answers to learn from (.07 to
+.11 in 25 steps)."""
 HELD_OUT = 256
 """Held-out problems of an evaluation."""
 STEPS, EVERY = 25, 5

@@ -157,6 +157,17 @@ def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaire
         assert gained["chosen"].mean() > 0 > gained["rejected"].mean(), "each by itself: KTO has no pairs"
 
 
+@pytest.mark.parametrize("base", ["none", "nf4"])
+def test_factors_of_lora_learn_preferences(base, tmp_path, tiny_model, pairs):
+    """The adapter switched off is the reference, so that the first loss is that of equal models."""
+    more = ("model.lora.rank=4", "optim.lr=3e-2", f"model.quantization={base}")
+    done = train("dpo", tmp_path, tiny_model, pairs, *more)
+    assert metrics_of(tmp_path / "p")[1]["train/loss"] == pytest.approx(np.log(2), abs=1e-5)
+    assert done.evals["val/loss"] < 0.6 and done.evals["val/rewards/margins"] > 0
+    folder = tmp_path / "p" / "checkpoints" / "step_6" / "hf"
+    assert {path.name for path in folder.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+
+
 @matrix("command,more", [("dpo", ()), ("rm", ()), ("dpo", ("preference.loss=kto",))])
 def test_a_cut_run_equals_a_straight_one_bitwise(command, more, tmp_path, tiny_model, pairs, unpaired):
     files = unpaired if "preference.loss=kto" in more else pairs

@@ -19,6 +19,7 @@ from verl.batch import pack
 from verl.model_engine import host_places, offload
 from verl.model_engine.host_places import Held, PinnedPlace, room
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.optimizer_table import OPTIMIZERS
 from verl.model_engine.passes import Passes
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
@@ -69,8 +70,8 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[LateCopies]:
     return made
 
 
-def engine(model: Any, parts: tuple[str, ...]) -> TorchEngine:
-    optim = OptimSpec(lr=1e-2, weight_decay=0.1, average=0.5)
+def engine(model: Any, parts: tuple[str, ...], name: str = "adamw") -> TorchEngine:
+    optim = OptimSpec(lr=1e-2, name=name, weight_decay=0.1, average=0.5)
     return TorchEngine(copy.deepcopy(model), EngineSettings(optim=optim, dtype="float32", offload=parts))
 
 
@@ -109,6 +110,14 @@ def test_late_copies_give_the_numbers_of_a_state_that_stays(parts, streams, tmp_
     for stream in streams:  # each group of copies follows what the device computes before
         groups = " ".join(stream.log).split("begin")
         assert len(groups) > 8 and all(set(group.split()[:-1]) <= {"copy"} for group in groups[1:]), groups
+
+
+@each("name", [name for name in OPTIMIZERS if name != "adamw"])
+def test_the_state_of_every_optimizer_leaves_and_returns(name, streams, tmp_path):
+    model = make()
+    stays, goes = (everything(engine(model, parts, name), tmp_path / f"{len(parts)}") for parts in ((), BOTH))
+    assert len(stays) == len(goes) > 20
+    assert not [i for i, (a, b) in enumerate(zip(stays, goes, strict=True)) if not torch.equal(a, b)]
 
 
 def test_the_optimizer_comes_back_beside_the_passes(streams, monkeypatch):

@@ -25,6 +25,7 @@ from verl.algorithms.specs import AGGREGATIONS
 from verl.algorithms.weights import term_weights, weight_column
 from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows, unshare
 from verl.model_engine.lm_head import Teacher
+from verl.model_engine.lora_spec import LoraSpec
 from verl.model_engine.objective import evaluate_terms, surrogate, trained_rows
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.passes import Passes
@@ -398,7 +399,7 @@ def tiny():
     return Qwen3ForCausalLM(config).double()
 
 
-def engine_run(model, batch, terms, *, budget=10_000, mode="auto"):
+def engine_run(model, batch, terms, *, budget=10_000, mode="auto", lora=None):
     critic = "values" in terms[0].outputs
     engine = TorchEngine(
         copy.deepcopy(model),
@@ -409,8 +410,13 @@ def engine_run(model, batch, terms, *, budget=10_000, mode="auto"):
             max_tokens_per_microbatch=budget,
             attention_mode=mode,
             teacher=None if critic else TEACHER,
+            lora=lora,
         ),
     )
+    generator = torch.Generator().manual_seed(1)
+    for name, p in engine.model.named_parameters():
+        if name.endswith("lora_B"):  # else A would have no gradient
+            torch.nn.init.normal_(p, std=0.1, generator=generator)
     if engine.value_head is not None:  # zero passes no gradient on
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))
     out = forward_backward(engine, batch, terms, () if critic else ("logprobs",))
@@ -440,6 +446,16 @@ def test_the_engine_packed_padded_shared_or_split_gives_one_gradient(names, tiny
         }.items():
             wrong += [f"{name} {what}: {x}" for x in engine_differences(got, expected)]
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dapo"])
+def test_the_factors_of_lora_get_one_gradient_however_a_step_is_packed(name, tiny):
+    batch, terms = prepared(samples(11), name)
+    lora = LoraSpec(rank=3, alpha=6.0)
+    expected = engine_run(tiny, batch, terms, mode="padded", lora=lora)
+    assert expected[1] and all(n.endswith(("lora_A", "lora_B")) and g.any() for n, g in expected[1].items())
+    for packed, budget in ((batch, 10_000), (batch, 24), (unshare(batch), 40)):
+        assert not engine_differences(engine_run(tiny, packed, terms, budget=budget, lora=lora), expected)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo"])
