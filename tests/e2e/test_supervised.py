@@ -10,13 +10,14 @@ from verl.config.load import load_config
 from verl.driver.launch import run_supervised
 
 
-def test_the_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path, tiny_model):
-    """Rows of unlike lengths in batches of unlike sizes: every supervised token counts once."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def say(who, text):
+    return {"role": who, "content": text}
 
+
+def trained(tmp_path, tiny_model, **given):
+    """Rows of unlike lengths, and a run over them in batches of unlike sizes."""
     rng, path = np.random.default_rng(0), tmp_path / "rows.jsonl"
     rows = [(f"{rng.integers(1, 99)}+1=", "7" * int(rng.integers(1, 12))) for _ in range(7)]
-    say = lambda who, text: {"role": who, "content": text}  # noqa: E731
     path.write_text("".join(json.dumps({"messages": [say("user", p), say("assistant", a)]}) + "\n" for p, a in rows))
     args = {
         "run.root_dir": tmp_path,
@@ -31,8 +32,24 @@ def test_the_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path, tiny_m
         "step.prompts_per_step": 3,
         "optim.lr": 1e-12,
         "track.sinks": "[jsonl]",
-    }
-    done = run_supervised(load_config([f"{k}={v}" for k, v in args.items()]), "sft")
+    } | given
+    return rows, run_supervised(load_config([f"{k}={v}" for k, v in args.items()]), "sft")
+
+
+@pytest.mark.parametrize("base", ["none", "nf4"])
+def test_factors_of_lora_learn_answers(base, tmp_path, tiny_model):
+    factors = {"model.lora.rank": 4, "model.quantization": base, "run.name": "s"}
+    _, before = trained(tmp_path, tiny_model, **factors)
+    _, after = trained(tmp_path, tiny_model, **factors | {"run.name": "t", "optim.lr": 3e-2, "run.total_steps": 8})
+    assert after.evals["val/loss"] < before.evals["val/loss"] - 0.1
+    assert list(tmp_path.glob("t/checkpoints/step_8/hf/adapter_model.safetensors"))
+
+
+def test_the_validation_loss_is_the_mean_over_all_answer_tokens(tmp_path, tiny_model):
+    """Every supervised token counts once."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    rows, done = trained(tmp_path, tiny_model)
     tokenizer = AutoTokenizer.from_pretrained(tiny_model)
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
     total = count = 0.0
