@@ -90,7 +90,7 @@ WHOLE_FACTORS = "tests/contracts/test_policy_whole.py"
 LORA_RUNS, FACTORS = "tests/e2e/test_lora.py", "tests/contracts/test_policy_factors.py"
 CODES, HEAD = "tests/unit/test_native_codes.py", "tests/numerics/test_linear_logprob.py"
 MEDIA, VISION = "tests/unit/test_media.py", "tests/numerics/test_vision.py"
-SEEN = "tests/numerics/test_vision_rollout.py"
+SEEN, VISION_LORA = "tests/numerics/test_vision_rollout.py", "tests/numerics/test_vision_lora.py"
 BLOCKS, SERVED_BLOCKS = "tests/unit/test_fp8.py", "tests/contracts/test_fp8_served.py"
 VLLM_LINES = "tests/unit/test_rollout_vllm.py"
 AWAY = "tests/numerics/test_offload_pinned.py"
@@ -704,6 +704,16 @@ MUTANTS = (
     Mutant("rollout/embedded/features.py", "self.positions[:, start:end]", "self.positions[:, : end - start]", SEEN),
     Mutant("rollout/native/prefill.py", "            self._images.clear()", "            pass", SEEN),
     Mutant("rollout/native/architecture.py", "i % 3 if i < 3 * sections[i % 3] else 0", "i % 3", SEEN),
+    Mutant(
+        "nn/vision.py", 'part_of(name) != "language")', 'part_of(name) == "vision")', "tests/e2e/test_image_rows.py"
+    ),
+    Mutant("rollout/embedded/hf_runner.py", "loaded\n        self._images.clear()", "loaded", VISION_LORA),
+    Mutant(
+        "config/adapter.py",
+        "header in _model_headers(base).items()}\n\n",
+        "header in read_weight_headers(base).items()}\n\n",
+        VISION_LORA,
+    ),
     Mutant("nn/vision.py", "clamp(min=0)] + media.feature", "clamp(min=0)]", VISION),
     Mutant("nn/attention.py", "else q + self.ahead[..., None]", "else q", "tests/numerics/test_vision_families.py"),
     Mutant("nn/attention.py", "(self.windows and window is None)", "False", "tests/numerics/test_vision_families.py"),
@@ -1014,6 +1024,8 @@ MUTANTS = (
     ),
     Mutant("driver/identity.py", "_model(spec.path)}", "spec.path}", LORA),
     Mutant("planner/plan.py", "given < LR_FACTOR * factor", "lr < factor", LORA),
+    Mutant("config/compat/lora.py", 'and saved != actor["saved"]', "and False", LORA_KEYS),
+    Mutant("config/compat/lora.py", "if not isinstance(value, list) or", "if", LORA_KEYS),
     Mutant("config/compat/lora.py", 'found["rank"] else {}', 'found["alpha"] else {}', LORA_KEYS),
     Mutant("config/compat/lora.py", "elif value not in _HARMLESS[option]:", "elif False:", LORA_KEYS),
     Mutant("checkpoint/safetensors_file.py", "self.names and self._splits and", "self.names and", LORA_TRAINING),

@@ -118,6 +118,13 @@ actor_rollout_ref: {hybrid_engine: True, rollout: {name: sglang, multi_turn: {en
 """
 
 
+def write_seeing(folder: Path) -> Path:
+    """A tiny model that reads images, of a context for the lengths of the scripts."""
+    from vision import chat_folder, model  # transformers, for the tests that read such a line alone
+
+    return chat_folder(folder, "qwen2_5_vl", model("qwen2_5_vl", max_position_embeddings=32768))
+
+
 def write_places(folder: Path) -> dict[str, Path]:
     """Files of code and configuration for the words of the lines that stand for them."""
     sources = {"GRADER": GRADER, "DATASET": DATASET, "TOOLS": TOOLS}

@@ -107,6 +107,26 @@ def test_rows_of_text_train_factors_of_its_language_model(
         ("model.lora.rank=4 model.quantization=nf4", "model.quantization=nf4: model.path=.* is a qwen2_5_vl, a model"),
         ("model.lora.rank=4 model.freeze=[language]", r"model.freeze=\[language\] with model.lora: "),
         ("model.lora.rank=4 cluster.ranks_per_node=2 cluster.backend=ray", "beside images are trained by one rank"),
+        *(
+            (
+                f"model.lora.rank=4 model.lora.modules_to_save=[visual.merger,{name}]",
+                rf"modules_to_save=\['visual.merger', '{name}'\]: .* a qwen2_5_vl, a model that reads images, and no "
+                rf"test trains model\..*{name} whole beside its factors; name modules of the projector alone \(visual",
+            )
+            for name in ("embed_tokens", "norm2")
+        ),
+        (
+            "model.lora.rank=4 model.lora.modules_to_save=[visual.merger] model.freeze=[projector]",
+            r"model.freeze=\[projector\] with model.lora.modules_to_save: modules of the projector are trained whole;",
+        ),
+        (
+            "model.lora.rank=4 model.lora.modules_to_save=[visual.merger] optim.options.lr={vision:1e-4}",
+            "optim.options.lr.vision with model.lora, .*: the part is not trained; leave its rate out",
+        ),
+        (
+            "model.lora.rank=4 optim.options.lr={projector:1e-4}",
+            "optim.options.lr.projector with model.lora, .*: the part is not trained; leave its rate out",
+        ),
         ("rollout.engine=openai", "rollout.engine=openai: .*was not tested with it; use rollout.engine=native"),
         ("model.freeze=[projector,language,vision]", r"model.freeze=\[.*\]: nothing would be trained"),
         (
@@ -160,6 +180,20 @@ def test_parts_that_rows_of_text_do_not_train_are_refused(
         assert not [*image_model_faults(gemma, command, samples=False)]
     with pytest.raises(Refused, match=line.format(r"the \d+ rows of .* are text alone")):
         small_run(tmp_path, folder, arithmetic_data, given)
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_projector_that_rows_of_text_would_not_train_beside_factors_is_refused(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path
+) -> None:
+    given = ("model.lora.rank=2", "model.lora.modules_to_save=[visual.merger]")
+    config = load_config(small_args(tmp_path, folder, arithmetic_data, *given)).config
+    assert not [*image_model_faults(config, "sft", samples=False)]
+    line = (
+        r"modules_to_save=\['visual.merger'\]: the \d+ rows of .* are text alone, and images alone train the projector"
+    )
+    with pytest.raises(Refused, match=line):
+        small_run(tmp_path, folder, arithmetic_data, *given)
     assert not (tmp_path / "r").exists()
 
 
@@ -259,6 +293,20 @@ def test_a_plan_counts_what_is_trained(folder: Path, arithmetic_data: Sequence[P
     assert planned("model.freeze=[language]") == (4 * tower, 8 * tower, 12 * tower)
     more = "optim.name=muon"
     assert planned(more, "model.freeze=[vision,projector]")[1] == 4 * (trained - outside) + 8 * outside
+
+
+def test_a_plan_counts_and_names_a_projector_that_is_trained_whole(
+    folder: Path, arithmetic_data: Sequence[Path], tmp_path: Path
+) -> None:
+    merger = sum(p.numel() for name, p in exported(folder).items() if ".visual.merger." in name)
+    found = list[int]()
+    text = ""
+    for more in ((), ("model.lora.modules_to_save=[visual.merger]",)):
+        config = load_config(small_args(tmp_path, folder, arithmetic_data, "model.lora.rank=2", *more)).config
+        found.append(role_items(config, "actor", Layout(), 100)["optimizer states"])
+        text = render_plan(make_plan(config))
+    assert found[1] - found[0] == 8 * merger > 0
+    assert f"and {merger:,} (" in text and "of ln_q, mlp.0, mlp.2, whole" in text
 
 
 def test_a_text_model_has_no_parts_to_freeze(tiny_model: Path, arithmetic_data: Sequence[Path], tmp_path: Path) -> None:

@@ -109,6 +109,25 @@ def test_adapters_train_on_rows_with_images(folder: Path, tmp_path: Path) -> Non
     assert names and not [name for name in names if "visual" in name or "lora_" not in name]
 
 
+@pytest.mark.parametrize("engine", ["native", "hf"])
+def test_adapters_train_a_projector_whole_on_rows_with_images(folder: Path, tmp_path: Path, engine: str) -> None:
+    """Versions of factors and projector alone: the rollout encodes the images again with each."""
+    data = written(tmp_path / "rows.parquet", [png(*size, k) for k, size in enumerate(SIZES)])
+    lora = ("model.lora.rank=2", "model.lora.modules_to_save=[visual.merger]", "model.lora.exclude=[.*visual.*]")
+    rates = ("optim.lr=0.01", "optim.options.lr={projector:0.02}", f"rollout.engine={engine}")
+    more = ("algorithm.kl_loss_coef=0.1", "run.total_steps=3")
+    assert run(tmp_path, folder, data, *lora, *rates, *more).steps == 3
+    metrics = metrics_of(tmp_path / "r")
+    for step in (1, 2, 3):
+        assert metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 and metrics[step]["sync/canary_mean_abs"] < 1e-5
+    (file,) = (tmp_path / "r").rglob("adapter_model.safetensors")
+    found = {name: t for name, t in load_file(file).items() if "lora_" not in name}
+    base = AutoModelForImageTextToText.from_pretrained(folder).named_parameters()
+    before = {f"base_model.model.{name}": p for name, p in base if ".visual.merger." in name}
+    assert before and found.keys() == before.keys()
+    assert all((found[name] - before[name]).abs().max() > 1e-3 for name in found)
+
+
 def test_what_is_sent_to_workers_has_no_content_of_images(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

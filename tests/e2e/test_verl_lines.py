@@ -7,10 +7,14 @@ import json
 import re
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from adapters import write_adapter
 from small_runs import metrics_of
 from transformers import AutoConfig, Qwen3ForSequenceClassification, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from verl_lines import Line, public_lines, write_places
+from verl_lines import Line, public_lines, write_places, write_seeing
+from vision import png
 
 from verl.config.compat import rules
 from verl.config.load import load_config
@@ -25,6 +29,7 @@ QUICK = (
     "run_qwen2_7b_sft",
     "colocate_async",
     "lora/run_qwen3_8b_merge",
+    "lora/run_qwen2_5_vl",
 )
 """One of each kind, in every run; the others with FULL_GRID=1."""
 SLOW = QUICK[0]
@@ -67,6 +72,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made["SPARSE"] = tiny.save(sparse, tokenizer, folder / "sparse")
     config = AutoConfig.from_pretrained(made["MODEL"], num_labels=1, pad_token_id=0)
     made["CLASSIFIER"] = tiny.save(Qwen3ForSequenceClassification(config), tokenizer, folder / "classifier")
+    made |= {"ADAPTER": write_adapter(folder / "adapter", made["MODEL"], size=0.01)}
+    made |= {"SEEING": write_seeing(folder / "seeing"), "IMAGES": folder / "images.parquet"}
+    seen = [{"role": "user", "content": "<image>0?"}]
+    ends = {"data_source": "openai/gsm8k", "reward_model": {"style": "rule", "ground_truth": "1"}}
+    rows_of_images = [{"prompt": seen, "images": [png(12, 8, k)], **ends} for k in range(8)]
+    pq.write_table(pa.Table.from_pylist(rows_of_images), made["IMAGES"])
     made |= write_places(folder)
     rows = [
         {

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from adapters import write_adapter
 from handmade_model import write_model, write_rows
 from translating import translate
-from verl_lines import public_lines, write_places
+from verl_lines import public_lines, write_places, write_seeing
 
 from verl.config import worker_python
 from verl.config.compat import rules
@@ -1498,7 +1499,8 @@ def test_public_lines_are_taken_or_refused_for_what_is_not_here(
     for folder in (model, sparse):
         (folder / "chat_template.jinja").write_text(tool_arithmetic.CHAT_TEMPLATE)
     paths = {**write_places(tmp_path), "TRAIN": rows, "VAL": rows, "MODEL": model, "CLASSIFIER": model}
-    paths["SPARSE"] = sparse
+    paths |= {"SPARSE": sparse, "SEEING": write_seeing(tmp_path / "seeing"), "IMAGES": rows}
+    paths["ADAPTER"] = write_adapter(tmp_path / "adapter", model)
     wrong, lines, replaced = [], public_lines(), list[str]()
     for line in lines:
         try:
@@ -1553,6 +1555,7 @@ def test_public_lines_of_an_engine_are_taken_where_its_environment_is(
         "MODEL": model,
         "CLASSIFIER": model,
         "SPARSE": sparse,
+        "ADAPTER": write_adapter(tmp_path / "adapter", model),
     }
     taken = list[str]()
     for line in public_lines():
@@ -1568,7 +1571,7 @@ def test_public_lines_of_an_engine_are_taken_where_its_environment_is(
     assert f"{AS_WRITTEN_THERE} of the {IN_ENVIRONMENT} are taken as\nwritten" in PAGE.read_text()
 
 
-LINES, AS_WRITTEN, IN_ENVIRONMENT, AS_WRITTEN_THERE = 110, 68, 28, 13
+LINES, AS_WRITTEN, IN_ENVIRONMENT, AS_WRITTEN_THERE = 113, 70, 29, 13
 NO_ENVIRONMENT = (
     r"model\.engine={engine}: \S+ is missing in the environment of \S+; make {engine}-env makes one with .*; set "
     r"model\.python=\.venv-{engine}/bin/python, or model\.engine=torch, which computes the same in this one"

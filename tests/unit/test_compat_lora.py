@@ -10,6 +10,7 @@ from verl.model_engine.lora_spec import trained_by
 
 M = "actor_rollout_ref.model."
 BASE = ("model.path=m", "algorithm.name=grpo")
+SAVED = {"modules_to_save": ["visual.merger"]}
 
 
 @each(
@@ -28,6 +29,16 @@ BASE = ("model.path=m", "algorithm.name=grpo")
         ),
         ((f"{M}lora_rank=0", f"{M}lora_alpha=16", f"{M}target_modules=all-linear", f"{M}lora.dropout=0.5"), {}),
         (("critic.model.lora_rank=8", f"{M}lora_rank=8", f"{M}lora_alpha=4"), {"rank": 8, "alpha": 4}),
+        ((f"{M}lora_rank=8", f'{M}modules_to_save=["visual.merger"]'), {"rank": 8, **SAVED}),
+        (("model.lora_rank=8", "model.modules_to_save=[visual.merger]"), {"rank": 8, **SAVED}),
+        ((f"{M}lora_rank=8", f"{M}modules_to_save=null", "critic.model.modules_to_save=[]"), {"rank": 8}),
+        ((f"{M}lora_rank=8", f"{M}modules_to_save=[]"), {"rank": 8}),
+        ((f"{M}lora_rank=0", f"{M}modules_to_save=[visual.merger]"), {}),
+        ((f"{M}lora_adapter_path=/", f"{M}modules_to_save=[x]", f"{M}exclude_modules=[y]"), {"path": "/"}),
+        (
+            (f"{M}lora_rank=8", f"{M}modules_to_save=[visual.merger]", "critic.model.modules_to_save=[visual.merger]"),
+            {"rank": 8, **SAVED},
+        ),
     ],
 )
 def test_keys_of_verl(keys, expected):
@@ -57,6 +68,16 @@ def test_the_scale_is_verls_where_the_script_does_not_name_it():
         ((f"{M}lora_rank=8", "critic.model.lora_rank=4", "algorithm.adv_estimator=gae"), "make them agree"),
         (("critic.model.lora_rank=4", "algorithm.adv_estimator=gae"), "make them agree"),
         ((f"{M}lora_rank=many",), "expected a number"),
+        (
+            (f"{M}lora_rank=8", f"{M}modules_to_save=visual.merger"),
+            r"modules_to_save=visual.merger: not a list of names",
+        ),
+        ((f"{M}lora_rank=8", f"{M}modules_to_save=False"), "modules_to_save=False: not a list of names"),
+        (
+            (f"{M}lora_rank=8", f"{M}modules_to_save=[1]"),
+            "not a list of names; write .*modules_to_save=\\[visual.merger]",
+        ),
+        ((f"{M}lora_rank=8", "critic.model.modules_to_save=[x]", "algorithm.adv_estimator=gae"), "make them agree"),
     ],
 )
 def test_what_would_train_something_else_is_refused(keys, text):

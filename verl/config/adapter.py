@@ -91,7 +91,7 @@ def refuse_not_finite(folder: Path) -> None:
 def model_weights(base: Path) -> dict[str, TensorHeader]:
     """Return the headers of the weights of a model folder by their names in the model, experts as the folder has
     them."""
-    return {_in_model(name): header for name, header in read_weight_headers(base).items()}
+    return {_in_model(name): header for name, header in _model_headers(base).items()}
 
 
 def linear_layers(base: Path) -> dict[str, tuple[int, int]]:

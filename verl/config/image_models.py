@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import get_args
 
 from verl.algorithms.sections import is_url
 from verl.config.adapter import base_of, is_adapter
 from verl.config.backends import engine_name, traits_of
+from verl.config.lora_layers import trained_factors
 from verl.config.model_files import EMBEDDING, HEAD, find_model_folder, read_model_config, read_weight_headers
 from verl.config.schema import Config
 from verl.errors import Refused
@@ -16,6 +17,9 @@ from verl.model_engine.lora_spec import trained_by
 from verl.model_engine.optimizer_table import LR, PARTS
 from verl.models.families import FAMILIES, Part, family_name, name_of
 from verl.rollout.traits import VLLM_IMAGES
+
+WHOLE_PROJECTORS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""The families of which a test trains modules of the projector whole beside factors."""
 
 
 def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterator[str]:
@@ -35,7 +39,7 @@ def image_model_faults(config: Config, command: str, *, samples: bool) -> Iterat
     if FAMILIES[kind].crossed:
         yield from _crossed_faults(config, f"{what} by cross-attention")
     if trained_by(config.model.lora) is not None:
-        yield from _lora_faults(config, what, samples=samples)
+        yield from _lora_faults(config, kind, what, samples=samples)
     if FAMILIES[kind].bare and (engine := engine_name(config, "model")) != "torch":
         yield f"model.engine={engine}: {what}, with a vector in no module that ranks would divide; use one rank"
     if FAMILIES[kind].sounds and (engine := engine_name(config, "model")) != "torch":
@@ -71,16 +75,33 @@ def _crossed_faults(config: Config, what: str) -> Iterator[str]:
         yield f"model.engine={engine}: {what}, and its ranks would not run the same layers; use one rank"
 
 
-def _lora_faults(config: Config, what: str, *, samples: bool) -> Iterator[str]:
-    """Yield a line for each setting that does not work with factors beside images."""
+def _lora_faults(config: Config, kind: str, what: str, *, samples: bool) -> Iterator[str]:
+    """Yield a line for each setting that does not work with factors beside images. kind: the policy's family"""
     if config.model.quantization != "none":
         yield f"model.quantization={config.model.quantization}: {what}, and its base is not quantised; leave it out"
-    if config.model.lora.get("modules_to_save"):
-        yield f"model.lora.modules_to_save: {what}, and no test trains whole modules beside its factors; leave it out"
+    saved, tested = _saved(config), kind in WHOLE_PROJECTORS
+    if other := next((name for name in saved if not tested or FAMILIES[kind].part_of(name) != "projector"), None):
+        key = "path" if config.model.lora.get("path") is not None else "modules_to_save"
+        why = f"no test trains {other.rpartition('.')[0]} whole beside its factors"
+        fix = "name modules of the projector alone (visual.merger)" if tested else "leave it out"
+        yield f"model.lora.{key}={config.model.lora[key]}: {what}, and {why}; {fix}"
+    elif saved and "projector" in config.model.freeze:
+        why = "modules of the projector are trained whole; leave projector out"
+        yield f"{_freeze(config)} with model.lora.modules_to_save: {why}"
     if (engine := engine_name(config, "model")) != "torch":
         yield f"model.engine={engine} with model.lora: {what}; factors beside images are trained by one rank"
     if samples and traits_of(config.rollout.engine).server:
         yield f"rollout.engine={config.rollout.engine} with model.lora: {what}; use rollout.engine=native"
+
+
+def _saved(config: Config) -> Collection[str]:
+    """Return the weights that are trained whole beside factors; none if the settings of LoRA are wrong, for which they
+    have a line of their own."""
+    try:
+        factors = trained_factors(config)
+    except ValueError:
+        return ()
+    return () if factors is None else factors.saved
 
 
 def _frozen_faults(config: Config, kind: str | None) -> Iterator[str]:
@@ -97,8 +118,9 @@ def _frozen_faults(config: Config, kind: str | None) -> Iterator[str]:
         yield f"{given}: nothing would be trained; leave a part out"
     if adapted and "language" in frozen:
         yield f"{given} with model.lora: the factors are those of the language model; leave language out"
+    whole = {FAMILIES[kind].part_of(name) for name in _saved(config)} if kind is not None and own else set()
     for part in own:
-        if part in frozen or adapted:
+        if part in frozen or (adapted and part not in whole):
             why = given if part in frozen else "model.lora, whose factors are those of the language model"
             yield f"optim.options.lr.{part} with {why}: the part is not trained; leave its rate out"
 
@@ -107,6 +129,8 @@ def text_faults(config: Config, why: str) -> Iterator[str]:
     """Yield a line for each setting of the policy's parts that rows of text would leave without effect: they train the
     language model alone. why: why no row has an image."""
     if trained_by(config.model.lora) is not None:
+        kind = family_name(read_model_config(find_model_folder(config.model.path)))
+        yield from () if kind is None else _idle_modules(config, why)
         return
     if "language" in config.model.freeze:
         yield f"{_freeze(config)}: {why}; text trains the language model alone, so nothing would be; leave language out"
@@ -119,7 +143,10 @@ def idle_faults(config: Config, why: str, *, images: bool, sounds: bool) -> Iter
     """Yield a line for each setting of the parts of a model that reads sounds which its rows would leave without
     effect. images, sounds: whether any row has one, at least one of them is True · why: that the rows have no other"""
     kind = family_name(read_model_config(find_model_folder(config.model.path)))
-    if kind is None or FAMILIES[kind].sounds is None or trained_by(config.model.lora) is not None:
+    if kind is None or FAMILIES[kind].sounds is None:
+        return
+    if trained_by(config.model.lora) is not None:
+        yield from () if images else _idle_modules(config, why)
         return
     idle = {*(() if images else ("vision", "projector")), *(() if sounds else ("audio",))}
     if {*FAMILIES[kind].parts} - {*config.model.freeze} <= idle:
@@ -127,6 +154,12 @@ def idle_faults(config: Config, why: str, *, images: bool, sounds: bool) -> Iter
     for part in _own_rates(config):
         if part in idle and part not in config.model.freeze:
             yield f"optim.options.lr.{part}: {why}, which alone train the part; leave its rate out"
+
+
+def _idle_modules(config: Config, why: str) -> Iterator[str]:
+    """Yield a line for modules of the projector that LoRA would train whole, and that rows without images do not."""
+    if saved := config.model.lora.get("modules_to_save"):
+        yield f"model.lora.modules_to_save={saved}: {why}, and images alone train the projector; leave it out"
 
 
 def _freeze(config: Config) -> str:

@@ -96,13 +96,19 @@ def _factors_lines(f: TrainedFactors, plan: Plan) -> dict[str, str]:
     share = f.parameters / plan.model.parameters
     size = f"{f.parameters:,} parameters ({share:.2%}): LoRA of rank {f.rank} in {counted(len(f.layers), 'layer')}"
     if whole := f.whole():
-        modules = ", ".join(dict.fromkeys(name.rpartition(".")[0].rpartition(".")[2] for name in f.saved))
+        modules = ", ".join(dict.fromkeys(map(_module_of, f.saved)))
         size += f"; and {whole:,} ({whole / plan.model.parameters:.2%}) of {modules}, whole"
     served = SERVED[plan.served_factors]
     return {
         "trained": size,
         "served": f"{served}, and the weights that are trained whole" if plan.served_factors and whole else served,
     }
+
+
+def _module_of(weight: str) -> str:
+    """Return the last name of a weight's module; of one in a list, which has a number, with the list's."""
+    *above, name = weight.split(".")[:-1]
+    return f"{above[-1]}.{name}" if name.isdigit() and above else name
 
 
 def _base_text(roles: Sequence[str], kind: str) -> str:

@@ -52,6 +52,7 @@ _READ = {
     "targets": ("target_modules", "lora.target_modules"),
     "exclude": ("exclude_modules", "lora.exclude_modules"),
     "path": ("lora_adapter_path", "lora.adapter_path"),
+    "saved": ("modules_to_save",),
 }
 """Our options, and verl's keys of them."""
 _MEGATRON_ALPHA = 32.0
@@ -60,6 +61,7 @@ _MEGATRON_ALPHA = 32.0
 def lora(given: Given) -> Result:
     """Map the settings of LoRA. A critic has those of the actor."""
     found = {own: _first(given, SECTIONS, names) for own, names in _READ.items()}
+    found["saved"] = _modules(given, SECTIONS)
     every = [*_keys(given, SECTIONS), *_keys(given, (CRITIC,))]
     own = given.native.get("model.lora.rank"), given.native.get("model.lora.path"), given.native.get("model.lora")
     if not any((found["rank"], found["path"], *own)):
@@ -70,7 +72,8 @@ def lora(given: Given) -> Result:
     given.ignore("the critic is trained as the actor is", *_keys(given, (CRITIC,)))
     _unused(given)
     if found["path"] is not None:
-        given.ignore("the adapter of lora_adapter_path has its own", *_spelled(given, ("rank", "alpha", "targets")))
+        own_keys = ("rank", "alpha", "targets", "exclude", "saved")
+        given.ignore("the adapter of lora_adapter_path has its own", *_spelled(own_keys))
         return {"model.lora.path": found["path"]}
     if own[1]:
         given.ignore("the adapter of model.lora.path has its own", *every)
@@ -85,6 +88,8 @@ def lora(given: Given) -> Result:
     for key in ("targets", "exclude"):
         if layers := _layers(found[key]):
             out[f"model.lora.{key}"] = layers
+    if found["saved"]:
+        out["model.lora.modules_to_save"] = found["saved"]
     return out
 
 
@@ -99,7 +104,7 @@ def _keys(given: Given, sections: tuple[str, ...]) -> Iterator[str]:
     return (key for key in given.values if key.startswith(sections) and given.reads(key, "lora"))
 
 
-def _spelled(given: Given, own: tuple[str, ...]) -> list[str]:
+def _spelled(own: tuple[str, ...]) -> list[str]:
     return [f"{section}{name}" for key in own for name in _READ[key] for section in SECTIONS]
 
 
@@ -123,7 +128,7 @@ def _unused(given: Given) -> None:
 
 
 def _check_critic(given: Given, actor: Mapping[str, Any]) -> None:
-    """Raise ValueError for a critic with a rank or an adapter that the actor has not."""
+    """Raise ValueError for a critic with a rank, an adapter or whole modules that the actor has not."""
     if given.values.get("algorithm.adv_estimator", "gae") != "gae":
         return  # the only estimator with a critic, and verl's default
     for own in ("rank", "path"):
@@ -131,6 +136,22 @@ def _check_critic(given: Given, actor: Mapping[str, Any]) -> None:
             key = f"{CRITIC}{name}"
             if key in given.values and (given.value(key) or None) != (actor.get(own) or None):
                 raise Refused(f"{key}={given.value(key)}: the critic is trained as the actor is; make them agree")
+    if (saved := _modules(given, (CRITIC,))) and actor and saved != actor["saved"]:
+        key = f"{CRITIC}modules_to_save"
+        raise Refused(f"{key}={given.value(key)}: the critic is trained as the actor is; make them agree")
+
+
+def _modules(given: Given, sections: tuple[str, ...]) -> list[str]:
+    """Return the modules that are trained whole beside the factors; none without the key. Raise ValueError for a value
+    that is not a list of names."""
+    found = list[str]()
+    for key in (f"{section}{name}" for section in sections for name in _READ["saved"]):
+        if (value := given.value(key)) is None:
+            continue
+        if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+            raise Refused(f"{key}={value}: not a list of names; write {key}=[visual.merger]")
+        found = found or value
+    return found
 
 
 def _layers(value: Any) -> list[str]:
