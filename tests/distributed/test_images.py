@@ -30,6 +30,7 @@ from verl.model_engine import rank_engine
 from verl.model_engine.base import EngineContext, OneRank
 from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.layout import Layout
+from verl.model_engine.objective import trained_rows
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.options import Options
 from verl.model_engine.settings import EngineSettings
@@ -161,6 +162,21 @@ def test_the_towers_gradients_of_earlier_passes_are_kept_if_the_last_pass_has_no
     assert any(".visual." in n for n in expected[0])
     for theirs in run(2, on_rank, timeout_s=60):
         assert not [wrong for pair in zip(theirs, expected, strict=True) if (wrong := different(*pair))]
+
+
+@pytest.mark.parametrize("still", [(3,), (5,), (3, 4), (5, 6), (3, 6)])
+def test_ranks_with_and_without_rows_that_need_no_backward_pass(still: tuple[int, ...], folder: Path) -> None:
+    """A pass without a row of a rank is computed with one of its rows, with an image or without."""
+    of, layout = [[3, 5], [4, 6]], CASES["FSDP"][0]
+    batch = batch_of("qwen3_vl")
+    batch = batch.with_columns({"w/loss": torch.where(torch.isin(batch.row_of, torch.tensor(still)), 0, 1.0)})
+    mine = [part_of(batch, np.array(rows)) for rows in of]
+    assert not all(trained_rows(part, NLL).all() for part in mine)
+    expected = computed(engine_of("qwen3_vl", folder, None), part_of(batch, np.array([3, 4, 5, 6])))
+    del expected["logprobs"]
+    for theirs in run(2, lambda rank: computed(engine_of("qwen3_vl", folder, layout), mine[rank]), timeout_s=60):
+        del theirs["logprobs"]
+        assert not different(theirs, expected)
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "internvl", "pixtral", "mistral3", "llava", "kimi_k25", "gemma4"])

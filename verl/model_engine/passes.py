@@ -192,25 +192,21 @@ class Passes:
         before it requests the next. Rows on which no loss depends follow in passes without a backward pass, for their
         metrics."""
         trained = trained_rows(batch, terms)
-        for rows in self._cut_among(batch, trained, count if trained.all() else 0):
+        for rows in self._cut(batch, count if trained.all() else 0, np.flatnonzero(trained)):
             part = part_of(batch, rows)
             yield rows, part, self._outputs(part, wanted), _backward
-        for rows in self._cut_among(batch, ~trained):
+        for rows in self._cut(batch, 0, np.flatnonzero(~trained)):
             part = part_of(batch, rows)
             with torch.no_grad():
                 outputs = self._outputs(part, wanted)
             yield rows, part, outputs, _nothing
 
-    def _cut_among(self, batch: Batch, among: np.ndarray, count: int = 0) -> Iterator[np.ndarray]:
-        """Yield the rows of each pass over the rows of the batch that are `among` [R] bool."""
-        rows = np.flatnonzero(among)
-        return (rows[one] for one in self._cut(select_rows(batch, rows), count))
-
-    def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
-        """Return the rows of each pass. count: the number of passes, some of which may have no row; 0: as the token
-        budget requires. Prompts with different routes are not shared, and the rows of a group may then need more
-        passes than were predicted from their lengths."""
-        parts = make_microbatches(batch, self.max_tokens)
+    def _cut(self, batch: Batch, count: int = 0, among: np.ndarray | None = None) -> Iterable[np.ndarray]:
+        """Return the rows of each pass over the rows `among`; None: over all. count: the number of passes, some of
+        which may have no row; 0: as the token budget requires. Prompts with different routes are not shared, and the
+        rows of a group may then need more passes than were predicted from their lengths."""
+        among = np.arange(batch.num_rows) if among is None else among
+        parts = [among[rows] for rows in make_microbatches(select_rows(batch, among), self.max_tokens)]
         return exactly(parts, count if batch.routes is None else max(count, len(parts)))
 
     def _compute_weights(self) -> AbstractContextManager[None]:
