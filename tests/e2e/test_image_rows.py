@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from small_runs import metrics_of, small_run
 from transformers import AutoModelForImageTextToText
 from vision import END, IMAGE, KINDS, chat_folder, png
+from vision_families import CLOSE
 from vision_families import model as model_of_family
 
 from verl.driver import assemble
@@ -277,7 +278,8 @@ def test_rows_with_images_train_families_whose_images_have_marks(kind: str, tmp_
     folder = tmp_path / "model"
     assert run(tmp_path, marked_folder(kind, folder), data).steps == 2
     metrics, rows = metrics_of(tmp_path / "r"), [row for step in (1, 2) for row in read_samples(tmp_path / "r", step)]
-    assert all(metrics[step]["mismatch/max_abs_dlogp"] < 1e-5 < metrics[step]["actor/grad_norm"] for step in (1, 2))
+    mismatch = [metrics[step]["mismatch/max_abs_dlogp"] for step in (1, 2)]
+    assert max(mismatch) < CLOSE.get(kind, 1e-5) and all(metrics[step]["actor/grad_norm"] > 1e-5 for step in (1, 2))
     tokenizer = tokenizer_of(kind)
     marks = {*tokenizer.convert_tokens_to_ids([MARKED[kind].image, *MARKED[kind].tokens])}
     bans = kind != "mllama"  # its token of images is outside the vocabulary

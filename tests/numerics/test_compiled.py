@@ -41,12 +41,13 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def close(found: Any, expected: Any) -> None:
-    """Compare log-probs and gradients to a millionth of their largest value."""
+    """Compare log-probs, and gradients to 1e-5 of their largest value, as the gate of layouts does: on some CPUs either
+    is 4e-6 from that of float64."""
     (logprobs, grads), (exact, of_eager) = found, expected
     torch.testing.assert_close(logprobs, exact, rtol=1e-6, atol=1e-5)
     assert grads.keys() == of_eager.keys()
     for name, g in of_eager.items():
-        torch.testing.assert_close(grads[name], g, rtol=1e-5, atol=2e-6 * float(g.abs().max()) + 1e-9, msg=name)
+        torch.testing.assert_close(grads[name], g, rtol=1e-5, atol=1e-5 * float(g.abs().max()) + 1e-9, msg=name)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from PIL import Image
 from rollouts import context_of, source_of
 from torch import Tensor
 from vision import drawn, png
-from vision_families import KINDS, PINPOINTS, Content, model, own_logprobs, pictures, rows, seen
+from vision_families import CLOSE, KINDS, PINPOINTS, Content, model, own_logprobs, pictures, rows, seen
 
 from verl.algorithms.losses import nll
 from verl.batch import pack
@@ -104,11 +104,6 @@ def test_rollout_has_the_logprobs_of_transformers(kind: str, engine: str) -> Non
         for i in range(2)
     ]
     asyncio.run(answered(kind, module, made, given))
-
-
-CLOSE = {"gemma4": 4e-5}
-"""Weights that move by half a rounding of float32 move the log-probs of this tiny model by 1.2e-5, and those of the
-others by 3e-6 at most: CPUs that sum in other orders differ by as much."""
 
 
 def row_of(request: GenerateRequest, ids: np.ndarray, logprobs: np.ndarray) -> Sample:

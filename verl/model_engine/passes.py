@@ -202,11 +202,16 @@ class Passes:
             yield rows, part, outputs, _nothing
 
     def _cut(self, batch: Batch, count: int = 0, among: np.ndarray | None = None) -> Iterable[np.ndarray]:
-        """Return the rows of each pass over the rows `among`; None: over all. count: the number of passes, some of
-        which may have no row; 0: as the token budget requires. Prompts with different routes are not shared, and the
-        rows of a group may then need more passes than were predicted from their lengths."""
-        among = np.arange(batch.num_rows) if among is None else among
-        parts = [among[rows] for rows in make_microbatches(select_rows(batch, among), self.max_tokens)]
+        """Return the rows of each pass over the rows `among`; None: over all. count: as in `cuts`."""
+        if among is None:
+            return self.cuts(batch, count)
+        return [among[rows] for rows in self.cuts(select_rows(batch, among), count)]
+
+    def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
+        """Return the rows of each pass. count: the number of passes, some of which may have no row; 0: as the token
+        budget requires. Prompts with different routes are not shared, and the rows of a group may then need more
+        passes than were predicted from their lengths."""
+        parts = make_microbatches(batch, self.max_tokens)
         return exactly(parts, count if batch.routes is None else max(count, len(parts)))
 
     def _compute_weights(self) -> AbstractContextManager[None]:

@@ -269,10 +269,10 @@ class ShardedPasses(Passes):
             for line in image_faults(self._layout, type(local.model).__name__, mutual=bool(self._vision.mutual)):
                 raise Refused(line)
 
-    def cuts(self, batch: Batch, count: int = 0, among: np.ndarray | None = None) -> list[np.ndarray]:
+    def cuts(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
         """Return the rows of each pass. Every rank has as many passes as the rank that needs most; some may have no
         row."""
-        parts = list(super()._cut(batch, count, among))
+        parts = super().cuts(batch, count)
         most = torch.tensor(len(parts), device=self.local.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return exactly(parts, int(most))
@@ -376,7 +376,7 @@ class ShardedPasses(Passes):
         return kind(self.local.meshes.sharers, batch.num_tokens)
 
     def _cut(self, batch: Batch, count: int = 0, among: np.ndarray | None = None) -> Iterator[np.ndarray]:
-        parts = self.cuts(batch, count, among)
+        parts = list(super()._cut(batch, count, among))
         encodes = self._passes_with_images(batch, parts)
         for i, rows in enumerate(parts):
             self._meet_copies(last := i == len(parts) - 1)
