@@ -49,10 +49,12 @@ def test_updates_with_lora_are_measured_beside_those_of_all_weights(monkeypatch:
 
 
 def test_steps_beside_trl_are_compared_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, others = ([{"cpu_s": s, "wall_s": 2 * s} for s in every] for every in ((1.0, 2.0, 9.0), (5.0, 6.0, 7.0)))
+    own = [{"cpu_s": s, "wall_s": 2 * s, "equal_rewards_share": s / 10} for s in (1.0, 2.0, 9.0)]
+    others = [{"cpu_s": s, "wall_s": 2 * s} for s in (5.0, 6.0, 7.0)]
     monkeypatch.setattr(lora, "measured_steps", lambda: iter([("float32", 8, {"verl": own, "TRL": others})]))
-    rows = [*lora.step("tiny")]
+    *rows, equal = lora.step("tiny")
     assert [row.value for row in rows] == [3.0, 3.0, 2.0, 6.0] and rows[0].limit == 3.0 and rows[0].met
+    assert equal.value == pytest.approx(0.4) and "no backward pass" in equal.what
 
 
 def test_steps_to_the_accuracy_of_all_weights_are_a_multiple_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
