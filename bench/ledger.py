@@ -37,7 +37,9 @@ from verl.planner.what_if import decoding_of, simulated_run, workload_of
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "bench" / "records" / "planner" / "ledger.json"
 PAGE = ROOT / "docs" / "planning.md"
-STEPS = 10
+STEPS, WARM = 24, 4
+"""The steps of a run, and the first of them, which do not count: kernels are compiled in them and memory grows to its
+size, which no later step does."""
 SIGMA, ALTERNATING = 0.6, (0.1, 1.0)
 """The spread of the lengths of answers; in the first run it alternates, so that decode steps and tokens differ."""
 REFERENCE = ("algorithm.kl_loss_coef=0.01",)
@@ -118,8 +120,8 @@ def predicted(records: Mapping[str, Any], name: str, folder: Path) -> list[dict[
 
 
 def counted(steps: Sequence[Any]) -> list[Any]:
-    """Return the steps without the first, in which kernels are prepared, and the last, which saves."""
-    return list(steps[1:-1])
+    """Return the steps of the steady state: without the first `WARM`, and without the last, which saves."""
+    return list(steps[WARM:-1])
 
 
 def _planned(name: str, folder: Path) -> tuple[Config, Mapping[str, float]]:
@@ -183,9 +185,10 @@ def main(argv: Sequence[str]) -> int:
             records[name] = json.loads((folder / f"{name}.json").read_text())
         table, line = compared(records, Path(made))
     about = (
-        f"Command: `python bench/ledger.py --record`: {len(SHAPES)} runs of {STEPS} steps, whose answers have given "
-        f"log-normal lengths. The decode step and the seconds of each phase are learned from the first one's time "
-        f"ledger, and scaled by the planner's work; the others are simulated. {line}"
+        f"Command: `python bench/ledger.py --record`: {len(SHAPES)} runs of {STEPS} steps, of which the first {WARM} "
+        "and the last do not count, with answers of given log-normal lengths. The decode step and the seconds of each "
+        "phase are learned from the first one's time ledger, and scaled by the planner's work; the others are "
+        f"simulated. {line}"
     )
     print(table.markdown(), about, sep="\n\n")
     if "--record" in argv:

@@ -122,6 +122,26 @@ def test_a_ledger_that_contradicts_its_decode_step_predicts_nothing(tmp_path) ->
     assert {row[2:] for row in found.rows} == {("not determined",) * 3} and "does not determine" in line
 
 
+def test_the_steps_of_the_start_and_the_one_that_saves_are_not_compared(tmp_path) -> None:
+    """A run of 24 steps is judged by the 19 of its steady state: slower ones at both ends change no figure."""
+    assert ledger.counted([*range(24)]) == [*range(4, 23)] and ledger.STEPS == 24
+
+    def records(slow: float) -> dict[str, list[dict[str, float]]]:
+        found = {}
+        for name in ledger.SHAPES:
+            rollouts = [BASE_S * max(tokens) + SEQUENCE_S * sum(tokens) for tokens in ledger.lengths_of(name)]
+            factors = [1.0 if 4 <= step < 23 else slow for step in range(24)]
+            rest = dict.fromkeys(("experience", "update", "publish", "rest"), 1.0)
+            found[name] = [
+                {stage: factor * s for stage, s in {**rest, "rollout": rollout_s}.items()}
+                for factor, rollout_s in zip(factors, rollouts, strict=True)
+            ]
+        return found
+
+    even, odd = (ledger.compared(records(slow), tmp_path) for slow in (1.0, 10.0))
+    assert even == odd and ("groups of 8", "rollout") in {row[:2] for row in even[0].rows}
+
+
 def test_rollout_and_update_overlap_with_staleness() -> None:
     rollout_s = 100 * (BASE_S + 32 * SEQUENCE_S)
     longer_update = played(work(update_s=2 * rollout_s), staleness=1)
