@@ -6,21 +6,30 @@ import re
 import sys
 import tomllib
 import venv
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 from verl.config import worker_python
 from verl.config.cluster import cluster_faults
+from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.config.tree import changed
 from verl.config.worker_python import worker_environment
-from verl.processes.environment import CLUSTER_PACKAGES, FOLDER, WORKER_PACKAGES, source_digest
+from verl.driver import driver_host as driver_host_module
+from verl.driver.driver_host import driver_host
+from verl.driver.run_dir import open_run_dir
+from verl.errors import Refused
+from verl.processes.environment import CLUSTER_PACKAGES, FOLDER, TORCH_RANGE, WORKER_PACKAGES, source_digest
 
 
 def test_the_group_of_the_project_is_what_is_checked():
-    group = tomllib.loads((FOLDER / "pyproject.toml").read_text())["dependency-groups"]["worker"]
+    project = tomllib.loads((FOLDER / "pyproject.toml").read_text())
+    group = project["dependency-groups"]["worker"]
     assert [re.split(r"\W", one)[0] for one in group] == [*WORKER_PACKAGES]
+    (first, least), (last, end) = TORCH_RANGE
+    assert group[0] == project["project"]["dependencies"][0] == f"torch>={first}.{least},<{last}.{end}"
 
 
 def test_this_interpreter_has_all_and_the_same_source():
@@ -53,21 +62,67 @@ def test_an_interpreter_that_cannot_compute_is_refused_in_one_line(python, reaso
     assert "\n" not in str(caught.value)
 
 
+def with_packages(environment: Path, torch: str) -> Path:
+    """Give an environment the facts of all packages of a worker, with this torch; return where they are."""
+    packages = next((environment / "lib").glob("python*/site-packages"))
+    for name in WORKER_PACKAGES:
+        (facts := packages / f"{name}-9.0.dist-info").mkdir(exist_ok=True)
+        version = torch if name == "torch" else "9.0"
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    worker_environment.cache_clear()
+    return packages
+
+
+def run_notes(python: str, root: Path) -> tuple[str, ...]:
+    """The lines that a run prints when it starts, with this interpreter for its models."""
+    (root / "model").mkdir()
+    (root / "model" / "config.json").write_text("{}")
+    given = (f"model.path={root}/model", f"run.root_dir={root}", "run.name=x", "model.device=cpu")
+    opened = open_run_dir(load_config([*given, "cluster.backend=processes", f"model.python={python}"]), "train")
+    opened.lock.close()
+    return opened.notes
+
+
+@pytest.mark.parametrize("found", ["2.10.1", "2.16.0", "2.16.0a0+git12", "3.0.0", "2", "1.13.1+cpu"])
+def test_a_torch_that_verl_does_not_run_with_is_refused(found, bare, monkeypatch):
+    """Before anything starts, and by the worker at its own start, since another node may have another one."""
+    with_packages(bare, torch=found)
+    python = str(bare / "bin" / "python")
+    line = rf"torch is {re.escape(found)}, and verl runs with 2\.11 to 2\.15: pip install 'torch>=2\.11,<2\.16' there$"
+    with pytest.raises(Refused, match=rf"^model\.python={python}: {line}"):
+        worker_environment(python)
+    made = driver_host(None)
+    monkeypatch.setattr(driver_host_module, "version", lambda name: found)
+    with pytest.raises(Refused, match=rf"^model\.python on node \S+: {line}"):
+        made.enter(another_python=True)
+
+
+@pytest.mark.parametrize("found", ["2.11.0", "2.14.1+cpu", "2.15.9"])
+def test_another_torch_that_verl_runs_with_is_a_line_of_the_start(found, bare, tmp_path, monkeypatch):
+    with_packages(bare, torch=found)
+    python = str(bare / "bin" / "python")
+    line = f"model.python={python}: models are computed by torch {found}; this process has torch {version('torch')}"
+    assert line in run_notes(python, tmp_path)
+    made = driver_host(None)
+    monkeypatch.setattr(driver_host_module, "version", lambda name: found)
+    made.enter(another_python=True)
+
+
+def test_the_same_torch_is_no_line(tmp_path):
+    assert not [line for line in run_notes(sys.executable, tmp_path) if "torch" in line]
+
+
 def test_another_source_of_verl_is_refused(bare, monkeypatch):
     """One that is installed there is the one that it imports."""
-    packages = next((bare / "lib").glob("python*/site-packages"))
+    packages = with_packages(bare, torch="2.14.1")
     (packages / "verl").mkdir()
     (packages / "verl" / "__init__.py").write_text("x = 1\n")
-    for name in WORKER_PACKAGES:
-        (facts := packages / f"{name}-9.0.dist-info").mkdir()
-        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 9.0\n")
-    worker_environment.cache_clear()
     with pytest.raises(ValueError, match=r"the verl there \(\S+/bare0/\S+/verl, source \w+\) is another than this one"):
         worker_environment(str(bare / "bin" / "python"))
     ours = source_digest(packages / "verl")
     monkeypatch.setattr(worker_python, "source_digest", lambda folder: ours)
     found = worker_environment(str(bare / "bin" / "python"))
-    assert found.packages["torch"] == "9.0" and found.verl == str(packages / "verl")
+    assert found.packages["torch"] == "2.14.1" and found.verl == str(packages / "verl")
 
 
 @pytest.mark.parametrize(

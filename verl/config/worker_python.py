@@ -17,7 +17,7 @@ from verl.config.schema import Config
 from verl.errors import Refused
 from verl.processes import environment
 from verl.processes.child import output_of
-from verl.processes.environment import FOLDER, WORKER_PACKAGES, PythonEnvironment, source_digest
+from verl.processes.environment import FOLDER, WORKER_PACKAGES, PythonEnvironment, source_digest, torch_fault
 
 LOOK_S = 120.0  # for reading the versions of an environment, on a cold disk
 _START = {"torchrun": "start torchrun by its Python"}
@@ -91,7 +91,8 @@ def _engine_faults(config: Config, python: str) -> Iterator[str]:
 @cache
 def worker_environment(python: str) -> PythonEnvironment:
     """Return the environment of an interpreter, which needs some 0.1 s. Raise Refused if it cannot be started, if a
-    package is missing there, or if it imports another source of verl than this process."""
+    package is missing there, if its torch is one that verl does not run with, or if it imports another source of verl
+    than this process."""
     if not (os.path.isfile(python) or shutil.which(python)):
         raise Refused(f"model.python={python}: no such file; name the bin/python of an environment")
     script = str(Path(environment.__file__))
@@ -105,12 +106,25 @@ def worker_environment(python: str) -> PythonEnvironment:
     found = PythonEnvironment(**json.loads(last))
     if missing := [name for name in WORKER_PACKAGES if name not in found.packages]:
         raise Refused(f"model.python={python}: {', '.join(missing)} is not installed there: run {INSTALL} there")
+    if (fault := torch_fault(found.packages["torch"])) is not None:
+        raise Refused(f"model.python={python}: {fault}")
     if found.source != (ours := source_digest(FOLDER / "verl")):
         raise Refused(
             f"model.python={python}: the verl there ({found.verl}, source {found.source}) is another than this one "
             f"({FOLDER / 'verl'}, source {ours}); install the same commit there, or uninstall it: this one is used then"
         )
     return found
+
+
+def other_torch(config: Config) -> list[str]:
+    """Return one line if the workers of models compute with another torch than this process; else []."""
+    python = config.model.python
+    if python is None:
+        return []
+    theirs, ours = worker_environment(python).packages["torch"], version("torch")
+    if theirs == ours:
+        return []
+    return [f"model.python={python}: models are computed by torch {theirs}; this process has torch {ours}"]
 
 
 def environment_line(config: Config) -> str | None:

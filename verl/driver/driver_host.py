@@ -14,7 +14,7 @@ from pathlib import Path
 from verl.config.schema import Config
 from verl.config.served import urls_of
 from verl.errors import Refused
-from verl.processes.environment import source_digest
+from verl.processes.environment import source_digest, torch_fault
 from verl.rollout.base import Peers, ServerPlace
 from verl.track.files import write_atomic
 
@@ -39,9 +39,12 @@ class DriverHost:
 
     def enter(self, *, another_python: bool = False) -> None:
         """Change to the driver's folder in another process, for relative paths. Raise ValueError if Python, torch or
-        verl differs, or if this node sees another run directory. another_python: Python and torch may differ"""
+        verl differs, or if this node sees another run directory. another_python: Python may differ, and torch among
+        those that verl runs with"""
         here = socket.gethostname()
         here_are = dict(versions())
+        if another_python and (fault := torch_fault(here_are["torch"])) is not None:
+            raise Refused(f"model.python on node {here}: {fault}")
         for name, theirs in self.versions[-1:] if another_python else self.versions:
             if (ours := here_are[name]) != theirs:
                 raise Refused(

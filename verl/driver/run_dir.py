@@ -19,6 +19,7 @@ from verl.config.load import Resolved, dump_config
 from verl.config.model_files import find_model_folder, read_weight_headers
 from verl.config.proven import SECTIONS, unproven
 from verl.config.schema import Config
+from verl.config.worker_python import other_torch
 from verl.driver.identity import Identity, compare, identity_of
 from verl.driver.state import DriverState, read_state
 from verl.errors import Refused
@@ -125,6 +126,7 @@ def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] |
     attempt = next_attempt(run_dir)
     if attempt == 0:
         notes += unproven(config, PARTS.get(command, ("model",)))
+    notes += other_torch(config)
     found = (checkpoint, state, parent, changed, tuple(notes), resolved.hide)
     return RunDir(run_dir, store, lock, attempt, identity, *found)
 

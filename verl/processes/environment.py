@@ -9,6 +9,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import site
 import sys
 import sysconfig
@@ -20,6 +21,8 @@ from typing import NamedTuple
 OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")  # variables that another interpreter does not inherit
 WORKER_PACKAGES = ("torch", "transformers", "safetensors", "numpy", "msgspec", "psutil", "pillow")
 """The packages that the worker of a model needs: the dependency group `worker` of pyproject.toml."""
+TORCH_RANGE = ((2, 11), (2, 16))
+"""The releases of torch that verl runs with, as in pyproject.toml: from the first on, below the second."""
 ENGINE_PACKAGES = ("megatron-core", "veomni")
 """The packages of model engines; each environment has at most what its engine needs."""
 CLUSTER_PACKAGES = ("ray",)
@@ -58,6 +61,16 @@ def source_digest(package: Path) -> str:
     for path in sorted(p for p in package.rglob("[!.]*") if BUILT.isdisjoint((p.suffix, *p.parts)) and p.is_file()):
         source.update(str(path.relative_to(package)).encode() + path.read_bytes())
     return source.hexdigest()[:12]
+
+
+def torch_fault(found: str) -> str | None:
+    """Return a line with the fix if verl does not run with this version of torch, else None."""
+    (first, least), (last, end) = TORCH_RANGE
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    if numbers is not None and (first, least) <= (int(numbers[1]), int(numbers[2])) < (last, end):
+        return None
+    line = f"torch is {found}, and verl runs with {first}.{least} to {last}.{end - 1}"
+    return f"{line}: pip install 'torch>={first}.{least},<{last}.{end}' there"
 
 
 def foreign_variables(ours: Mapping[str, str]) -> dict[str, str]:
