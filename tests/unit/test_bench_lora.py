@@ -49,11 +49,11 @@ def test_updates_with_lora_are_measured_beside_those_of_all_weights(monkeypatch:
 
 
 def test_steps_beside_trl_are_compared_by_their_medians(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [{"cpu_s": s, "wall_s": 2 * s, "equal_rewards_share": s / 10} for s in (1.0, 2.0, 9.0)]
-    others = [{"cpu_s": s, "wall_s": 2 * s} for s in (5.0, 6.0, 7.0)]
+    own = [{"cpu_s": s, "wall_s": s * s, "equal_rewards_share": s / 10} for s in (1.0, 2.0, 9.0)]
+    others = [{"cpu_s": s, "wall_s": 3 * s} for s in (5.0, 6.0, 7.0)]
     monkeypatch.setattr(lora, "measured_steps", lambda: iter([("float32", 8, {"verl": own, "TRL": others})]))
     *rows, equal = lora.step("tiny")
-    assert [row.value for row in rows] == [3.0, 3.0, 2.0, 6.0] and rows[0].limit == 3.0 and rows[0].met
+    assert [row.value for row in rows] == [4.5, 3.0, 2.0, 6.0] and rows[0].limit == 3.0 and rows[0].met
     assert equal.value == pytest.approx(0.4) and "no backward pass" in equal.what
 
 
