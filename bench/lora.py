@@ -191,8 +191,8 @@ def _update(engine: TorchEngine, batch: Any) -> None:
 
 
 def step(size: str) -> Iterator[Row]:
-    """Yield how many times longer a GRPO step with LoRA takes in TRL with PEFT, and the seconds of both. The limit is on
-    durations, by which TRL's settings are chosen: one thread alone takes less CPU time than two on one core."""
+    """Yield how many times longer a GRPO step with LoRA takes in TRL with PEFT, and the seconds of both. The limit is
+    on durations, by which TRL's settings are chosen: one thread alone takes less CPU time than two on one core."""
     for dtype, rank, found in measured_steps():
         of = f"{dtype}, rank {rank}"
         yield Row(f"{of}: duration of TRL's step against verl's", ratio(found, "wall_s"), 3.0, at_least=True)
