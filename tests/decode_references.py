@@ -40,7 +40,7 @@ def page_attention(
 
 
 def prompt_attention(
-    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, key_starts: Tensor, longest: int,
+    q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, key_starts: Tensor, longest: tuple[int, int],
     *, scale: float, window: int = 0, cap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """One query at a time."""
@@ -67,7 +67,7 @@ def page_prompt_attention(
         for pool in (keys, values)
     ]
     key_starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    return prompt_attention(q, *packed, starts, key_starts, longest, **read)
+    return prompt_attention(q, *packed, starts, key_starts, (longest, int(lengths.max())), **read)
 
 
 def rotate_and_store(
@@ -146,7 +146,7 @@ def prompt_attention_inputs(rng: torch.Generator, size: int, dtype: torch.dtype)
     starts, key_starts = torch.tensor([0, 1, 1, 6, 76]).int(), torch.tensor([0, 1, 4, 79, 149]).int()
     q, (keys, values) = torch.randn(76, heads, dim, generator=rng), torch.randn(2, 149, kv_heads, dim, generator=rng)
     rest = {"scale": dim**-0.5, "window": (0, 20)[size // 2 % 2], "cap": (0.0, 30.0)[size % 2]}
-    return (q.to(dtype), keys.to(dtype), values.to(dtype), starts, key_starts, 70), rest
+    return (q.to(dtype), keys.to(dtype), values.to(dtype), starts, key_starts, (70, 75)), rest
 
 
 def page_prompt_attention_inputs(rng: torch.Generator, size: int, dtype: torch.dtype) -> Inputs:

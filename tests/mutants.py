@@ -64,6 +64,7 @@ QUANT_PARTS = "tests/unit/test_quantised_parts.py"
 LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_client.py"
 PLACES = "tests/unit/test_config_cluster.py"
 LOOK_AHEAD = "tests/unit/test_look_ahead.py"
+PROMPTS = "tests/numerics/test_packed_prompts.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 NOTES = "tests/numerics/test_kernel_notes.py"
 CAPTURED = "tests/numerics/test_captured_steps.py"
@@ -1486,12 +1487,20 @@ MUTANTS = (
     ),
     Mutant("accel/cuda/experts.py", "pair // EACH", "pair", CUDA),
     Mutant("accel/cuda/sampling.py", "tl.where(temperature == 0, greedy, drawn)", "drawn", CUDA),
+    Mutant("rollout/native/model.py", "[(0, 0), *zip(self._sizes, ends)]", "[(0, 0), *zip(ends, ends)]", PROMPTS),
+    Mutant("rollout/native/model.py", "if ends != self._sizes else None", "if not ends else None", PROMPTS),
+    Mutant(
+        "rollout/native/model.py",
+        "self._longest = max(self._sizes), max(ends)",
+        "self._longest = max(ends), 1",
+        PROMPTS,
+    ),
+    Mutant("accel/cuda/segments.py", "return _capped(use) or load_torch(use)", "return load_torch(use)", PROMPTS),
+    Mutant("accel/cuda/segments.py", "dim % HEAD_DIM_STEP", "dim % 2", PROMPTS),
     Mutant("accel/cuda/prompts.py", "t[None, :] <= position", "t[None, :] < position", CUDA),
     Mutant("accel/cuda/prompts.py", "position = length - tokens + i", "position = i", CUDA),
     Mutant("accel/cuda/prompts.py", "lowest - window + 1", "lowest - window + BLOCK + 1", CUDA),
-    Mutant(
-        "rollout/native/model.py", '"window": window, "cap": self._cap', '"window": window, "cap": 0.0', CUDA_ENGINE
-    ),
+    Mutant("rollout/native/model.py", '{"cap": shape.attention_cap} if', '{"cap": 1.0} if', PROMPTS),
     Mutant("accel/cuda/prompts.py", "page * PAGE + token % PAGE + j", "page * PAGE + j", CUDA),
     Mutant("accel/cuda/skinny.py", "tl.minimum(begin + DEPTH_EACH, C)", "C", SKINNY),
     Mutant("accel/cuda/skinny.py", "range(0, PARTS)", "range(1, PARTS)", SKINNY),

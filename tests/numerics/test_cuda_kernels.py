@@ -120,13 +120,13 @@ def test_prompts_with_and_without_a_past(each: int, window: int, cap: float, mon
     starts, key_starts = (torch.cat([torch.zeros(1), n.cumsum(0)]).int() for n in (tokens, tokens + past))
     torch.manual_seed(each)
     q, (keys, values) = torch.randn(72, each, 24), torch.randn(2, 166, 1, 24)
-    given, read = (keys, values, starts, key_starts, 33), {"scale": 0.4, "window": window, "cap": cap}
+    given, read = (keys, values, starts, key_starts, (33, 73)), {"scale": 0.4, "window": window, "cap": cap}
     ours = prompts.attend_prompts(q, *given, **read)
     exact = references.prompt_attention(q.double(), keys.double(), values.double(), *given[2:], **read)
     close(ours, exact, torch.float32)
     alone = slice(39, 72)
     one = torch.tensor([0, 33]).int(), torch.tensor([0, 73]).int()
-    again = prompts.attend_prompts(q[alone], keys[93:], values[93:], *one, 33, **read)
+    again = prompts.attend_prompts(q[alone], keys[93:], values[93:], *one, (33, 73), **read)
     assert torch.equal(again, ours[alone]), "the bits of a prompt do not depend on the others"
 
 
@@ -140,7 +140,7 @@ def test_prompts_in_pages_of_several_blocks_have_the_bits_of_packed_ones(window:
     packed = torch.cat([pool[:, row.long()].flatten(1, 2)[:, :n] for row, n in zip(table, lengths.tolist())], 1)
     key_starts = torch.cat([torch.zeros(1), lengths.cumsum(0)]).int()
     read = {"scale": 0.25, "window": window, "cap": 0.0}
-    expected = prompts.attend_prompts(q, *packed, starts.int(), key_starts, 24, **read)
+    expected = prompts.attend_prompts(q, *packed, starts.int(), key_starts, (24, 70), **read)
     ours = prompts.attend_prompts_in_pages(q, *pool, table, starts, lengths, 24, **read)
     assert torch.isfinite(expected[:22]).all() and torch.equal(ours[:22], expected[:22])
 

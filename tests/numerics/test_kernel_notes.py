@@ -42,21 +42,21 @@ def lines(config: Any, dtype: torch.dtype = torch.bfloat16, *, quantised: bool =
 
 
 def test_with_every_kernel_nothing_is_said() -> None:
-    assert lines(CONFIGS["qwen3"], quantised=True) == {}
+    assert lines(CONFIGS["qwen3 bias"], quantised=True) == {}
     on_cpu = training_notes(CPU, torch.float32, CONFIGS["gemma2"], packed=True, quantised=True)
     assert on_cpu == (), "other kernels are used there"
 
 
 def test_without_triton_each_operation_that_wants_it_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
-    found = lines(CONFIGS["qwen3"], quantised=True)
+    found = lines(CONFIGS["qwen3 bias"], quantised=True)
     assert [*found] == [*FUSED, "quantised_linear", "quantised_back"]
     assert all("Triton: Triton is not installed" in reason for reason in found.values())
 
 
 def test_below_ampere_attention_has_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    found = lines(CONFIGS["qwen3"])
+    found = lines(CONFIGS["qwen3 bias"])
     assert [*found] == [*FUSED, "trained_attention"]
     assert "torch's flash kernel: the card has compute capability 7.5, below 8.0" in found["trained_attention"]
 
@@ -74,7 +74,7 @@ def test_attention_in_blocks_has_its_reason(config: Any, reason: str) -> None:
 
 
 def test_float32_has_no_attention_in_one_call() -> None:
-    assert lines(CONFIGS["qwen3"], torch.float32) == {"trained_attention": "cuda has no kernel of it in float32"}
+    assert lines(CONFIGS["qwen3 bias"], torch.float32) == {"trained_attention": "cuda has no kernel of it in float32"}
 
 
 def test_a_family_without_fused_modules_is_named() -> None:

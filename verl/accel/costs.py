@@ -173,7 +173,7 @@ def prompt_attention_cost(
     values: Tensor,
     starts: Tensor,
     key_starts: Tensor,
-    longest: int | tuple[int, int],
+    longest: tuple[int, int],
     *,
     scale: float,
     window: int = 0,

@@ -69,7 +69,8 @@ OPERATIONS: Mapping[str, Operation] = {
         Operation(
             "prompt_attention",
             "(q [T, H, D], keys and values [U, K, D], starts int32 [prompts + 1] of their queries, key_starts of their "
-            "keys, longest, scale, window, cap) -> [T, H, D]: causal attention of the last tokens of each prompt",
+            "keys, longest: the most queries and keys of one, scale, window, and cap if the Use has `capped`) -> "
+            "[T, H, D]: causal attention of the last tokens of each prompt",
             costs.prompt_attention_cost,
         ),
         Operation(

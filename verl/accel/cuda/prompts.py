@@ -81,17 +81,19 @@ def attend_prompts(
     values: Tensor,
     starts: Tensor,
     key_starts: Tensor,
-    longest: int,
+    longest: tuple[int, int],
     *,
     scale: float,
     window: int = 0,
     cap: float = 0.0,
 ) -> Tensor:
     """Return the attention [T, H, D] of q [T, H, D] over keys and values [U, K, D]. Prompt b has the queries starts[b]
-    .. starts[b + 1] - 1, at most `longest`, which are its last positions, and the keys key_starts[b] .. key_starts[b +
-    1] - 1; both int32 [prompts + 1]. Each query sees the keys up to its position, the last `window` of them (0: all);
-    scores pass through cap tanh(score / cap) (0: no cap). The bits of a prompt do not depend on the others."""
-    return _launch(q, (keys.contiguous(), values.contiguous()), (starts, key_starts), None, longest, scale, window, cap)
+    .. starts[b + 1] - 1, which are its last positions, and the keys key_starts[b] .. key_starts[b + 1] - 1, at most
+    `longest` of each; both int32 [prompts + 1]. Each query sees the keys up to its position, the last `window` of them
+    (0: all); scores pass through cap tanh(score / cap) (0: no cap). The bits of a prompt do not depend on the
+    others."""
+    lines = keys.contiguous(), values.contiguous()
+    return _launch(q, lines, (starts, key_starts), None, longest[0], scale, window, cap)
 
 
 def attend_prompts_in_pages(

@@ -59,6 +59,8 @@ KERNELS = (
     Kernel("trained_attention", "flash-attn", segments.load_flash_attn, HALF, ("cuda",)),
     # on the device `meta` it has shapes and gradients
     Kernel("trained_attention", "torch's flash kernel", segments.load_torch, HALF, ("cuda", "meta")),
+    Kernel("prompt_attention", "flash-attn", segments.load_flash_attn_prompts, HALF, ("cuda",)),
+    Kernel("prompt_attention", "torch's flash kernel", segments.load_torch_prompts, HALF, ("cuda", "meta")),
     Kernel("wide_product", "torch's half product", _wide_product, _tolerance(None, 2e-4), ("cuda",)),
     # partial results: G / 128 of the keys and values of a row that is split, for G query heads per key head
     _row("page_attention", "attention", "attend_pages", 2e-6, 2e-2, traffic=1.07, launches=2),

@@ -1,5 +1,5 @@
-"""Differentiable attention of segments by variable-length flash kernels, in half precision: flash-attn's where it is
-installed, else torch's own. Needs no Triton."""
+"""Attention of segments, and of prompts, by variable-length flash kernels, in half precision: flash-attn's where it is
+installed, else torch's own. It is differentiable, and needs no Triton."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from verl.nn.flash import flash_attn
 from verl.nn.torch_compat import varlen_attention
 
 MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8  # torch's kernel takes multiples of it; flash-attn pads
 FUNCTION = "flash_attn_varlen_func"
 
 
 def load_torch(use: Use) -> Call | str:
     """Return the function, or why it cannot run: the row of torch's kernel."""
-    return _missing(use) or torch_segments
+    return _missing(use) or _uneven(use) or torch_segments
 
 
 def load_flash_attn(use: Use) -> Call | str:
@@ -25,6 +26,16 @@ def load_flash_attn(use: Use) -> Call | str:
     if flash_attn(FUNCTION) is None:
         return "flash-attn 2 is not installed"
     return _missing(use) or flash_attn_segments
+
+
+def load_torch_prompts(use: Use) -> Call | str:
+    """Return what `load_torch` returns, for prompts."""
+    return _capped(use) or load_torch(use)
+
+
+def load_flash_attn_prompts(use: Use) -> Call | str:
+    """Return what `load_flash_attn` returns, for prompts."""
+    return _capped(use) or load_flash_attn(use)
 
 
 def torch_segments(
@@ -77,6 +88,19 @@ def flash_attn_segments(
 def _copied(k: Tensor, v: Tensor, index: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the keys and values of all segments one after the other: those that several have are copied."""
     return (k, v) if index is None else (k.index_select(0, index), v.index_select(0, index))
+
+
+def _capped(use: Use) -> str | None:
+    """Return why flash kernels do not compute the attention of a model whose scores are capped."""
+    return "variable-length kernels do not cap scores" if use.sizes.get("capped") else None
+
+
+def _uneven(use: Use) -> str | None:
+    """Return why torch's kernel does not compute heads of this size. On the device `meta` it has shapes alone."""
+    dim = use.sizes.get("head_dim", HEAD_DIM_STEP)
+    if use.device.type == "cuda" and dim % HEAD_DIM_STEP:
+        return f"head_dim={dim}: torch's flash kernel computes multiples of {HEAD_DIM_STEP}"
+    return None
 
 
 def _missing(use: Use) -> str | None:

@@ -82,7 +82,7 @@ class Model:
 
     def __init__(self, config: Any, max_context_tokens: int, device: torch.device) -> None:
         self.shape, self.device = shape_of(config, max_context_tokens), device
-        self.prompt_attention: Call | None = None  # of a prefill, if torch has to compute it with masks
+        self.prompt_attention: Call | None = None  # of a prefill; None: in padded batches
         self.rotary = RotaryTable(rotary_frequencies(config, self.shape.head_dim), self.shape.axes, device)
         self.weights: Weights | None = None
 
@@ -304,21 +304,18 @@ def read_blocks(positions: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 class PrefillAttention:
-    """The attention of a prefill. Whole prompts are padded on the right to causal batches (no real token follows a pad,
-    so no mask is needed). A chunk with a past is computed separately, over its past and itself. Where that needs masks,
-    all chunks are computed by the operation `prompt_attention` in one call, if there is a kernel of it."""
+    """The attention of a prefill. A kernel of the operation `prompt_attention` computes all chunks in one call, without
+    padding, each over its past and itself. Without one, whole prompts are padded on the right to causal batches (no
+    real token follows a pad, so no mask is needed), and a chunk with a past is computed separately."""
 
     def __init__(self, chunks: Sequence[Chunk], shape: Shape, device: torch.device, kernel: Call | None) -> None:
         self._scale, self._cap = shape.query_scale, shape.attention_cap
-        self._chunks, self._kernel = chunks, kernel
-        if kernel is not None:
-            spans = [(0, 0), *((len(chunk.ids), chunk.span[1]) for chunk in chunks)]
-            self._starts = torch.tensor(spans, dtype=torch.int32).cumsum(0, dtype=torch.int32).T.contiguous().to(device)
+        self._together = None if kernel is None else ChunksTogether(chunks, shape, device, kernel)
         self._alone: list[tuple[int, int, Tensor]] = []  # start, end, past
         # packed index [B, t] of padded places, [2, tokens] of real ones
         self._batches: list[tuple[Tensor, Tensor]] = []
         whole, start = [], 0
-        for chunk in chunks:
+        for chunk in chunks if kernel is None else ():
             end = start + len(chunk.ids)
             if chunk.past.shape[3]:
                 self._alone.append((start, end, chunk.past))
@@ -337,8 +334,8 @@ class PrefillAttention:
 
     def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention [T, H, D] of a layer from q [T, H, D], k and v [T, K, D]."""
-        if self._kernel is not None and (self._alone or self._cap or window):
-            return self._together(self._kernel, layer, window, q, (k, v))
+        if self._together is not None:
+            return self._together.attend(layer, window, q, k, v)
         out = torch.empty_like(q)
         for padded, real in self._batches:
             qb, kb, vb = (t[padded].transpose(1, 2) for t in (q, k, v))  # [B, h, t, D]
@@ -352,16 +349,30 @@ class PrefillAttention:
             out[start:end] = attend_causal(query, keys, values, window, self._scale, self._cap)[0].transpose(0, 1)
         return out
 
-    def _together(self, kernel: Call, layer: int, window: int, q: Tensor, new: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the attention of all chunks by the operation `prompt_attention`."""
-        sizes = [len(chunk.ids) for chunk in self._chunks]
-        both = []
-        for kind, lines in enumerate(new):
-            parts = zip(self._chunks, lines.split(sizes))
-            both.append(torch.cat([x for c, own in parts for x in (c.past[layer, kind].transpose(0, 1), own)]))
-        read = {"scale": self._scale, "window": window, "cap": self._cap}
-        mixed: Tensor = kernel(q, *both, *self._starts, max(sizes), **read)
+
+class ChunksTogether:
+    """The attention of all chunks of a prefill by one call of `kernel`, of the operation `prompt_attention`."""
+
+    def __init__(self, chunks: Sequence[Chunk], shape: Shape, device: torch.device, kernel: Call) -> None:
+        self._kernel, self._sizes = kernel, [len(chunk.ids) for chunk in chunks]
+        self._read = {"scale": shape.query_scale, **({"cap": shape.attention_cap} if shape.attention_cap else {})}
+        ends = [chunk.span[1] for chunk in chunks]
+        self._pasts = [chunk.past for chunk in chunks] if ends != self._sizes else None
+        spans = torch.tensor([(0, 0), *zip(self._sizes, ends)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self._starts = spans.T.contiguous().to(device)
+        self._longest = max(self._sizes), max(ends)
+
+    def attend(self, layer: int, window: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention [T, H, D] of a layer from q [T, H, D], k and v [T, K, D]."""
+        if self._pasts is not None:
+            k, v = (self._after_pasts(layer, kind, new) for kind, new in enumerate((k, v)))
+        mixed: Tensor = self._kernel(q, k, v, *self._starts, self._longest, window=window, **self._read)
         return mixed
+
+    def _after_pasts(self, layer: int, kind: int, new: Tensor) -> Tensor:
+        """Return the keys (kind 0) or values of all chunks, each after those of its past."""
+        parts = zip(self._pasts or (), new.split(self._sizes), strict=True)
+        return torch.cat([x for past, own in parts for x in (past[layer, kind].transpose(0, 1), own)])
 
 
 def _pad_index(spans: list[tuple[int, int]], longest: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -89,7 +89,7 @@ class NativeRunner:
         self.model = Model(context.hf_config, self.max_context_tokens, device)
         self.vocab_size, self._banned = self.model.shape.vocab, banned_of(context, device)
         self._tower = tower_of(context.hf_config, self.compute_dtype, device)
-        prompts = choose("prompt_attention", self._use())
+        prompts = choose("prompt_attention", self._use())  # of CUDA: a CPU's blocks of padded prompts cost less
         self.model.prompt_attention = None if prompts is None else prompts.call
         in_pages = (device.type == "cuda" if paged is None else paged) and self.model.shape.delta is None
         self._routes = RowRoutes(self.model.shape, self.max_rows) if options.replay_routes else None
@@ -132,7 +132,8 @@ class NativeRunner:
 
     def _use(self) -> Use:
         s = self.model.shape
-        return Use(self._device, self.compute_dtype, {"head_dim": s.head_dim, "hidden": s.hidden, "page": PAGE})
+        sizes = {"head_dim": s.head_dim, "hidden": s.hidden, "page": PAGE, "capped": int(s.attention_cap > 0)}
+        return Use(self._device, self.compute_dtype, sizes)
 
     def _block_linear(self) -> Call | None:
         """Return the product with weights in blocks of 8 bits, if there are any. A CPU dequantises them."""
