@@ -53,7 +53,7 @@ class ReaderDied(RuntimeError):
 
 @runtime_checkable
 class Asks(Protocol):
-    """A function whose copies in workers ask its original in the parent."""
+    """A function that is called in the parent process, from copies of it in workers."""
 
     def prepare(self) -> None:
         """Compute what the copies need, before they are made."""

@@ -1,5 +1,5 @@
-"""The sizes of ordinary PNG and JPEG files, from a few bytes of each. Whatever else a file may be, Pillow says, which
-takes several times as long."""
+"""The sizes of ordinary PNG and JPEG files, from a few bytes of each. Other files are read by Pillow, which takes
+several times as long."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ARGUMENT = "verl_routes"
 
 
 class RouterReplay:
-    """The routers of a decoder, which take routes from now on. Raise Refused for a model of a type whose routers were
+    """Makes the routers of a decoder take recorded routes. Raise Refused for a model of a type whose routers were
     not compared with transformers' own under the same routes."""
 
     def __init__(self, decoder: Any) -> None:

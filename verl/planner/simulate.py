@@ -92,7 +92,7 @@ class Workload:
     partial_rollout: bool = False
     """Running requests continue under new weights. Otherwise a publish waits until all of them have ended."""
     resume_s: float = 0.0
-    """The seconds of a replica for each request that continues, whose keys and values it computes anew."""
+    """The seconds for which a replica computes keys and values anew, for each request that continues."""
     reward_s: float = 0.0
     """From the end of an answer to its reward."""
     tool_calls: float = 0.0

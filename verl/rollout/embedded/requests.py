@@ -60,8 +60,8 @@ class ActiveRequest:
             self.sigmas[version] = sigma
 
     def add_routes(self, found: np.ndarray | None) -> None:
-        """Take the experts `found` [P + t, layers, k] of all tokens until now. Tokens whose KV is computed again, maybe
-        with newer weights, keep the experts that they were sampled with."""
+        """Store the experts `found` [P + t, layers, k] of all tokens until now. Tokens whose KV is computed again,
+        maybe with newer weights, keep the experts that they were sampled with."""
         if self.routes is not None and found is not None:
             n, known = len(self.routes), self.routes != NO_ROUTE
             found[:n][known] = self.routes[known]
