@@ -317,7 +317,7 @@ def test_a_wrong_split_dimension_is_seen(monkeypatch):
         start_fails("TP", BIASES)
 
 
-def test_a_tied_head_that_is_sent_twice_is_seen(monkeypatch):
+def test_a_tied_head_that_is_sent_twice_is_refused(monkeypatch):
     """The copy of the embeddings on the last stage is delivered by the first stage alone."""
     made = megatron_names._piece
 
@@ -327,11 +327,15 @@ def test_a_tied_head_that_is_sent_twice_is_seen(monkeypatch):
     monkeypatch.setattr(megatron_names, "_piece", planted)
     folder(TIED)
 
-    def on(rank: int) -> list[str]:
-        return sorted(built(TIED, "actor", LAYOUTS["PP"]).local.trained_pieces())
+    def on(_: int) -> str:
+        with pytest.raises(Refused) as caught:
+            built(TIED, "actor", LAYOUTS["PP"])
+        return str(caught.value)
 
-    first, last = run(2, on)
-    assert {*first} & {*last} == {"model.embed_tokens.weight"}, "what the gate's checkpoints refuse"
+    assert {*run(2, on)} == {
+        "model.engine=megatron: model.embed_tokens.weight would be delivered by 2 stages, and only one may: use "
+        "model.engine=sharded"
+    }
 
 
 @pytest.mark.parametrize("layout, names", [("TP", (BIASED, PLAIN, EXPERTS, TIED)), ("TP x ETP", (EXPERTS,))])

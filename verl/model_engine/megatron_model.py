@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -23,6 +24,7 @@ from verl.model_engine.base import WeightPart
 from verl.model_engine.layout import Layout
 from verl.model_engine.megatron_names import (
     Piece,
+    delivered_once,
     head_size,
     layers_of_chunks,
     name_of_chunk,
@@ -236,7 +238,12 @@ class MegatronModel(StageModel):
         ]
         stage_of = {layer: stage for stage, here in enumerate(chunks) for layer in chain.from_iterable(here)}
         here = self.layers_of_chunks = chunks[self.stage]
-        self.pieces = {p.name: p for p in pieces_of(model, layout, self.place, options.expert_tensor, {*chain(*here)})}
+        every = [
+            pieces_of(model, layout, replace(self.place, pipeline=stage), options.expert_tensor, {*chain(*of)})
+            for stage, of in enumerate(chunks)
+        ]
+        delivered_once(every)
+        self.pieces = {p.name: p for p in every[self.stage]}
         with quiet(), computing_on(self.device):
             begin_ranks(layout, options)
             self.megatron = transformer_config(text, settings, layout, options)

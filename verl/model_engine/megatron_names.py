@@ -8,6 +8,7 @@ them."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -164,6 +165,16 @@ def pieces_of(model: Any, layout: Layout, place: RankPlace, expert_tensor: int, 
             continue
         found.append(_piece(name, tuple(tensor.shape), row, leaf, target, config, layout, expert_tensor, True))
     return found
+
+
+def delivered_once(stages: Sequence[Sequence[Piece]]) -> None:
+    """Raise Refused if two stages would deliver, and save, the same tensor. stages: the pieces of each stage"""
+    numbers = Counter(piece.name for pieces in stages for piece in pieces if piece.delivers)
+    if twice := [name for name, number in numbers.items() if number > 1]:
+        raise Refused(
+            f"model.engine=megatron: {twice[0]} would be delivered by {numbers[twice[0]]} stages, and only one may: "
+            "use model.engine=sharded"
+        )
 
 
 def rows_of(model_type: str) -> tuple[NameRow, ...]:
