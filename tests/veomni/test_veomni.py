@@ -107,8 +107,10 @@ def test_a_turn_of_the_driver_is_that_of_one_rank(case: str, tmp_path: Path, mon
 @pytest.mark.parametrize("name", ["qwen3, tied", EXPERTS])
 def test_a_run_goes_on_with_another_engine(name: str, tmp_path: Path) -> None:
     """Three updates on VeOmni's ranks are those of one process; its checkpoint continues in one process, too."""
-    exact = {"dtype": "float32" if name == EXPERTS else "float64"}  # Adam takes steps of the noise in a gradient of 0
-    case, close = Case(LAYOUTS["FSDP"], model=name), {"rtol": 2e-3 if name == EXPERTS else 1e-5}
+    exact: dict[str, Any] = {"dtype": "float64"}  # Adam takes steps of the noise in a gradient of 0
+    if name == EXPERTS:  # torch multiplies groups of rows in no float64: so large an eps that the noise is no step
+        exact = {"dtype": "float32", "optim": OptimSpec(lr=1e-2, eps=1e-2)}
+    case = Case(LAYOUTS["FSDP"], model=name)
     alone = IN_ONE_PROCESS(name, "actor", None, **exact)
     start, three = weights(alone), weights(steps(case, None, 3, alone))
     four = weights(steps(case, None, 1, alone))
@@ -120,10 +122,10 @@ def test_a_run_goes_on_with_another_engine(name: str, tmp_path: Path) -> None:
         return weights(e)
 
     for theirs in run(2, on):
-        assert not differences(theirs, three, **close)
+        assert not differences(theirs, three)
     again = IN_ONE_PROCESS(name, "actor", None, **exact)
     again.load(tmp_path)
-    assert not differences(weights(steps(case, None, 1, again)), four, **close)
+    assert not differences(weights(steps(case, None, 1, again)), four)
 
 
 def test_the_start_is_the_folder_and_the_parts_are_the_whole() -> None:
