@@ -50,6 +50,8 @@ LAYOUTS = {
     "PP x DP": Layout(world_size=4, pipeline=2),
     "TP x EP": Layout(world_size=4, tensor=2, expert=2),
     "PP x EP": Layout(world_size=4, pipeline=2, expert=2),
+    "EP over TP": Layout(world_size=2, tensor=2, expert=2),
+    "EP over TP x DP": Layout(world_size=4, tensor=2, expert=4),
     "PP x VP": Layout(world_size=2, pipeline=2),
     "PP x VP x DP": Layout(world_size=4, pipeline=2),
     "TP x ETP": Layout(world_size=2, tensor=2),

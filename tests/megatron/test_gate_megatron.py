@@ -54,6 +54,8 @@ GRID = [  # layout, model, role, a shared prompt, a rank without rows
     ("PP x DP", TIED, "actor", True, True),
     ("TP x EP", EXPERTS, "actor", True, True),
     ("PP x EP", EXPERTS, "actor", True, False),
+    ("EP over TP", EXPERTS, "actor", True, False),
+    ("EP over TP x DP", EXPERTS, "actor", False, True),
     ("PP x VP", FOUR, "actor", True, False),
     ("PP x VP", FOUR_BIASES, "critic", False, False),
     ("PP x VP x DP", FOUR_EXPERTS, "actor", True, True),

@@ -18,7 +18,7 @@ from verl.model_engine.megatron import row_lengths
 from verl.planner.memory import fullest_moment, role_items
 
 CASES = [("TP", "none"), ("PP", "none"), ("TP x DP", "selective"), ("PP x DP", "full"), ("EP", "none")]
-CASES += [("PP x VP", "none"), ("PP x VP", "full"), ("TP x ETP", "none")]
+CASES += [("PP x VP", "none"), ("PP x VP", "full"), ("TP x ETP", "none"), ("EP over TP", "none")]
 EVEN = SIZES | WIDE | {"num_hidden_layers": 16 if FULL else 8}
 MADE = WIDE_MODELS | {"wide, even": lambda: Qwen3ForCausalLM(Qwen3Config(**EVEN, tie_word_embeddings=True))}
 """The models, and one of which each of two stages has two equal chunks."""

@@ -25,6 +25,7 @@ GRID = [  # layout, model, a shared prompt, a rank without rows, checkpointed la
     ("PP", EXPERTS, True, False, "full"),
     ("TP x EP", EXPERTS, True, True, "full"),
     ("PP x EP", FOUR_EXPERTS, False, False, "none"),
+    ("EP over TP", EXPERTS, False, False, "none"),
     ("DP x ETP", EXPERTS, True, True, "none"),
     ("PP x VP", FOUR_EXPERTS, True, False, "full"),
     ("PP x VP x DP", FOUR_EXPERTS, True, False, "none"),

@@ -63,6 +63,7 @@ def described(part: WeightPart) -> tuple[str, tuple[int, ...], Any, Tensor | Non
     [
         *(("TP", BIASES), ("PP", TIED), ("PP x VP", FOUR)),
         *(("TP x DP", TIED), ("TP x EP", EXPERTS), ("PP x EP", EXPERTS), ("TP x EP x ETP", EXPERTS)),
+        *(("EP over TP", EXPERTS), ("EP over TP x DP", EXPERTS)),
     ],
 )
 def test_weights_come_out_as_they_went_in(layout, name):
@@ -108,6 +109,8 @@ def updated(e: Any, case: Case, rank: int | None, steps: int) -> list[float]:
         ("TP x EP", EXPERTS, True),
         ("TP x ETP", EXPERTS, False),
         ("TP x EP x ETP", EXPERTS, True),
+        ("EP over TP", EXPERTS, False),
+        ("EP over TP x DP", EXPERTS, True),
     ],
 )
 def test_three_updates_are_those_of_one_process_and_continue_elsewhere(layout, name, distributed, tmp_path):
@@ -139,7 +142,9 @@ def test_three_updates_are_those_of_one_process_and_continue_elsewhere(layout, n
     assert not (wrong := differences(dict(again.weights()), dict(one.weights()), rtol=1e-4)), wrong
 
 
-@pytest.mark.parametrize("layout, name", [("PP x DP", TIED), ("PP x VP", FOUR), ("TP x EP x ETP", EXPERTS)])
+@pytest.mark.parametrize(
+    "layout, name", [("PP x DP", TIED), ("PP x VP", FOUR), ("TP x EP x ETP", EXPERTS), ("EP over TP", EXPERTS)]
+)
 def test_a_checkpoint_of_one_process_continues_on_megatron(layout, name, tmp_path):
     case = Case(LAYOUTS[layout], model=name)
     one = engine(name, "actor", None, optim=SPEC)

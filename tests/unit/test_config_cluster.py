@@ -86,6 +86,14 @@ FAULTS = [
     ((*FOUR, "parallel.replicate=3"), "parallel.replicate=3 does not divide the 4 ranks", "use one of 1, 2, 4"),
     ((*FOUR, "parallel.expert=3"), "parallel.expert=3 does not divide the 4 ranks", "use one of 1, 2, 4"),
     ((*FOUR, "parallel.replicate=4", "parallel.expert=2"), "parallel.expert=2 does not divide the 1 ranks", "one of 1"),
+    (
+        (*FOUR, "parallel.tensor=2", "parallel.expert=4"),
+        *(
+            "parallel.expert=4 does not divide the 2 ranks",
+            "over tensor ranks with model.engine=megatron alone",
+            "1, 2",
+        ),
+    ),
     ((*FOUR, "parallel.tensor=4"), "parallel.tensor=4: model.path", "2 key-value heads", "use 2"),
     ((*FOUR, "parallel.context=2", "parallel.sequence=2"), "parallel.context=2 and", "use parallel.context=4 alone"),
     ((*FOUR, "parallel.context=2", "model.engine_options.attention=padded"), "parallel.context=2", "attention=auto"),

@@ -31,6 +31,7 @@ OPTIONAL = (
     "sglang",
     "tensorrt_llm",
     "megatron",
+    "veomni",
     "peft",
     "wandb",
     "flash_attn",

@@ -37,6 +37,7 @@ MODELS = {
     "half biased": {"model_type": "llama", "attention_bias": True},
     "gemma": {"model_type": "gemma3_text"},
     "some dense": {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+    "experts": {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 6},
     "six experts": {"model_type": "qwen3_moe", "num_experts": 6, "moe_intermediate_size": 6},
 }
 FAULTS = [  # arguments, the model, words of the one line
@@ -60,6 +61,18 @@ FAULTS = [  # arguments, the model, words of the one line
     (TWO, "gemma", "is a gemma3_text", "llama, mistral, qwen2", "sharded"),
     (TWO, "some dense", "layers without experts", "sharded"),
     ((*FOUR, "parallel.expert=4"), "six experts", "parallel.expert=4", "6 experts", "use one of 1, 2, 3, 6"),
+    (
+        (*FOUR, "parallel.tensor=2", "parallel.expert=8"),
+        "experts",
+        "parallel.expert=8",
+        "4 ranks of a stage",
+        "1, 2, 4",
+    ),
+    ((*FOUR, "parallel.pipeline=2", "parallel.expert=4"), "experts", "parallel.expert=4", "2 ranks of a stage", "1, 2"),
+    (
+        (*FOUR, "parallel.tensor=2", "parallel.expert=4", f"{EXPERT_TENSOR}=2"),
+        *("experts", f"{EXPERT_TENSOR}=2 does not divide the 1 data and tensor ranks", "use one of 1"),
+    ),
     ((*FOUR, "parallel.pipeline=3"), "model", "parallel.pipeline=3", "4 ranks"),
     ((*TWO, f"{VIRTUAL}=2"), "model", f"{VIRTUAL}=2: chunks", "set parallel.pipeline"),
     ((*TWO, "parallel.pipeline=2", f"{VIRTUAL}=2"), "model", "has 2 layers, 1 on each of 2 stages", "use one of 1"),
@@ -111,6 +124,12 @@ def test_each_refusal_is_one_line_before_anything_starts(folder: Path) -> None:
 @pytest.mark.parametrize("model", ["model", "all full", "all windows", "linear"])
 def test_what_is_allowed(folder: Path, model: str) -> None:
     assert faults(folder, model, *FOUR, "parallel.tensor=2", "model.dtype=bfloat16") == []
+
+
+def test_experts_may_be_spread_over_tensor_ranks(folder: Path) -> None:
+    """More expert ranks than data ranks: tensor ranks, which have other tokens each, are among them."""
+    for layout in ((*FOUR, "parallel.expert=4"), (*TWO, "parallel.expert=2")):
+        assert faults(folder, "experts", *layout, "parallel.tensor=2") == []
 
 
 def test_windows_are_those_of_transformers() -> None:

@@ -16,7 +16,6 @@ from verl.config.tree import leaves, text_of, values_of
 from verl.config.worker_python import python_faults
 from verl.model_engine.layout import Layout
 from verl.model_engine.lora_spec import trained_by
-from verl.model_engine.options import cannot
 from verl.workers.pools import MAIN, NO_MODEL, Pool, pools_of
 
 TRAINS = ("train", "sft", "rm", "dpo")
@@ -146,7 +145,7 @@ def _rows_of_ranks(config: Config, layout: Layout, command: str) -> Iterator[str
     if command in ("sft", "rm", "dpo"):
         groups = config.step.prompts_per_step
         prefix = f"rows of a step (step.prompts_per_step={groups})"
-    if layout.data > groups and not [*cannot(layout)]:
+    if layout.data > groups:
         fix = "some would be idle: raise it, lower cluster.ranks_per_node, or share the model with parallel.tensor"
         yield f"{layout.world_size} ranks are {layout.data} data ranks, but there are {groups} {prefix}; {fix}"
 

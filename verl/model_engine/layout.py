@@ -45,7 +45,7 @@ class Layout:
     pipeline: int = 1
     """Ranks that share the layers."""
     expert: int = 1
-    """The number of data and sequence ranks that share the experts."""
+    """Ranks of a stage that share the experts: data and sequence ranks, with Megatron-Core tensor ranks too."""
 
     def __post_init__(self) -> None:
         if self.sequence > 1 < self.context:
@@ -61,11 +61,13 @@ class Layout:
                 f"multiple of {within}"
             )
         over = self.data * self.tokens
-        for name, size in (("replicate", self.replicate), ("expert", self.expert)):
-            if over % size:
-                raise Refused(
-                    f"parallel.{name}={size} does not divide the {over} ranks that shard the model: {use(over)}"
-                )
+        sharers = (
+            ("replicate", self.replicate, over, "that shard the model"),
+            ("expert", self.expert, over * self.tensor, "of a stage"),
+        )
+        for name, size, number, which in sharers:
+            if number % size:
+                raise Refused(f"parallel.{name}={size} does not divide the {number} ranks {which}: {use(number)}")
 
     @property
     def tokens(self) -> int:

@@ -69,7 +69,8 @@ def cannot(layout: Layout) -> Iterator[str]:
     """Yield a line for each property of a layout that the sharded engine does not support."""
     if layout.shard % layout.expert:
         message = f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"
-        yield f"{message}: {use(layout.shard)}"
+        tensor = ", over tensor ranks with model.engine=megatron alone" if layout.tensor > 1 else ""
+        yield f"{message}, over which experts are spread{tensor}: {use(layout.shard)}"
 
 
 def image_faults(layout: Layout, what: str, *, mutual: bool) -> Iterator[str]:
