@@ -75,6 +75,7 @@ def launch_all(dtype: torch.dtype, dim: int, capability: int) -> None:
         attention,
         blocks,
         experts,
+        head,
         layers,
         nf4,
         products,
@@ -103,7 +104,7 @@ def launch_all(dtype: torch.dtype, dim: int, capability: int) -> None:
     for window, cap in ((0, 0.0), (512, 50.0)):
         lines = empty(600, kv_heads, dim)
         prompts.attend_prompts(
-            empty(600, heads, dim), lines, lines, starts, starts, 512, scale=0.1, window=window, cap=cap
+            empty(600, heads, dim), lines, lines, starts, starts, (512, 512), scale=0.1, window=window, cap=cap
         )
         spans = empty(17, kind=torch.int64), empty(16, kind=torch.int64)
         prompts.attend_prompts_in_pages(
@@ -137,6 +138,10 @@ def launch_all(dtype: torch.dtype, dim: int, capability: int) -> None:
         experts.expert_products(x, values, order, starts, 8, scales)
     numbers = empty(rows, kind=torch.float64)
     sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
+    ids, of_rows = empty(rows, kind=torch.int64), empty(rows, kind=torch.float32)
+    for bias, cap in ((None, 0.0), (empty(vocab), 30.0)):
+        head.logit_sums(empty(rows, vocab), ids, of_rows, bias, cap)
+        head.logit_gradients(empty(rows, vocab), ids, *[of_rows] * 5, bias, cap)
     gate, tables = empty(1, rows, ffn).requires_grad_(), empty(rows, 1, dim, kind=torch.float32)
     for out in (
         training.fused_rms_norm(gate, empty(ffn), 1e-6),

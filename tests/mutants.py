@@ -65,6 +65,7 @@ LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_cl
 PLACES = "tests/unit/test_config_cluster.py"
 LOOK_AHEAD = "tests/unit/test_look_ahead.py"
 PROMPTS = "tests/numerics/test_packed_prompts.py"
+HEAD_KERNELS = "tests/numerics/test_head_kernels.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 NOTES = "tests/numerics/test_kernel_notes.py"
 CAPTURED = "tests/numerics/test_captured_steps.py"
@@ -1497,6 +1498,26 @@ MUTANTS = (
     ),
     Mutant("accel/cuda/segments.py", "return _capped(use) or load_torch(use)", "return load_torch(use)", PROMPTS),
     Mutant("accel/cuda/segments.py", "dim % HEAD_DIM_STEP", "dim % 2", PROMPTS),
+    # sums of a block are not brought to the largest logit so far; a gradient leaves a factor out
+    Mutant("accel/cuda/head.py", "kept * (drawn + moved * total)", "kept * drawn", HEAD_KERNELS),
+    Mutant("accel/cuda/head.py", "kept * kept * squares", "kept * squares", HEAD_KERNELS),
+    Mutant("accel/cuda/head.py", "dz *= 1.0 - bent * bent", "dz *= 1.0", HEAD_KERNELS),
+    Mutant("accel/cuda/head.py", "needed = needed | (d_entropy != 0)", "pass", HEAD_KERNELS),
+    Mutant("accel/cuda/head.py", "tl.div_rn(dz, temperature)", "dz", HEAD_KERNELS),
+    Mutant("accel/cuda/head.py", "    if needed:\n", "    if d == d:\n", HEAD_KERNELS),
+    Mutant(
+        "accel/cuda/head.py",
+        'tl.where(x == float("-inf"), x, cap * _tanh(x / cap))',
+        "cap * _tanh(x / cap)",
+        HEAD_KERNELS,
+    ),
+    Mutant("nn/linear_logprob.py", "targets.where(here, -1)", "targets", HEAD_KERNELS),
+    Mutant(
+        "nn/linear_logprob.py",
+        "if ids is None else None\n        exact",
+        "if True else None\n        exact",
+        HEAD_KERNELS,
+    ),
     Mutant("accel/cuda/prompts.py", "t[None, :] <= position", "t[None, :] < position", CUDA),
     Mutant("accel/cuda/prompts.py", "position = length - tokens + i", "position = i", CUDA),
     Mutant("accel/cuda/prompts.py", "lowest - window + 1", "lowest - window + BLOCK + 1", CUDA),

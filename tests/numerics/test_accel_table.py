@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import decode_references as references
+import head_references as head
 import pytest
 import torch
 from each import check_each
@@ -218,6 +219,8 @@ CASES: Mapping[str, Case] = {
     "block_linear": Case(references.block_linear_inputs, references.block_linear),
     "expert_products": Case(references.expert_products_inputs, references.expert_products),
     "expert_sum": Case(references.expert_sum_inputs, references.expert_sum),
+    "logit_sums": Case(head.logit_sums_inputs, head.logit_sums),
+    "logit_gradients": Case(head.logit_gradients_inputs, head.logit_gradients, changed=(0,)),
     "wide_product": Case(wide_product_inputs, torch.matmul),
     "float32_linear": Case(float32_linear_inputs, lambda x, weight: x @ weight.T),
     "quantised_linear": Case(quantised_linear_inputs, times_quantised),

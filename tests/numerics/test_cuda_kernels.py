@@ -404,6 +404,10 @@ def large_inputs(name: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (logits, ones, torch.tensor([5, 9]), ones, 0 * ones), {}
     if name == "trained_rms_norm":
         return (torch.randn(5, 2000).half(), torch.randn(2000).half(), 1e-5), {}
+    if name in ("logit_sums", "logit_gradients"):
+        (z, targets, temperature, _), _ = CASES["logit_sums"].inputs(torch.Generator().manual_seed(1), 2, torch.float16)
+        of_rows = () if name == "logit_sums" else torch.ones(4, 5)  # every row has a gradient
+        return (z, targets, temperature, *of_rows), {}
     if name == "add_norm":
         return (*torch.randn(2, 5, 2000).half(), None, torch.randn(2000).half(), 1e-5), {}
     return CASES[name].inputs(torch.Generator().manual_seed(1), 3 if name == "rotate_and_store" else 1, torch.float16)

@@ -24,6 +24,7 @@ from verl.rollout.native.paged import why_slots
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 FUSED = ["trained_rms_norm", "trained_swiglu", "trained_rotation"]
+HEAD = ["logit_sums", "logit_gradients"]
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +51,14 @@ def test_with_every_kernel_nothing_is_said() -> None:
 def test_without_triton_each_operation_that_wants_it_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode.importlib.util, "find_spec", lambda name: None)
     found = lines(CONFIGS["qwen3 bias"], quantised=True)
-    assert [*found] == [*FUSED, "quantised_linear", "quantised_back"]
+    assert [*found] == [*FUSED, *HEAD, "quantised_linear", "quantised_back"]
     assert all("Triton: Triton is not installed" in reason for reason in found.values())
 
 
 def test_below_ampere_attention_has_a_line_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     found = lines(CONFIGS["qwen3 bias"])
-    assert [*found] == [*FUSED, "trained_attention"]
+    assert [*found] == [*FUSED, "trained_attention", *HEAD]
     assert "torch's flash kernel: the card has compute capability 7.5, below 8.0" in found["trained_attention"]
 
 
@@ -88,7 +89,7 @@ def test_the_lines_reach_the_start_of_a_run_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(passes, "training_notes", lambda device, *use, **of: training_notes(CUDA, *use, **of))
     capabilities = TorchEngine(make("qwen3")).capabilities
-    assert len(capabilities.notes) == 4
+    assert len(capabilities.notes) == 6
     trained, said = SimpleNamespace(trains=True, capabilities=capabilities), []
     frozen = SimpleNamespace(trains=False, capabilities=replace(capabilities, notes=("of a frozen model",)))
     say_notes(SimpleNamespace(models={"actor": trained, "ref": frozen, "critic": trained}), said.append)  # type: ignore[arg-type]

@@ -35,6 +35,29 @@ def sample_cost(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Cost:
     return Cost(logits.nbytes + temperature.nbytes + uniform.nbytes + 16 * len(logits), 5 * logits.numel())
 
 
+def logit_sums_cost(
+    z: Tensor, targets: Tensor, temperature: Tensor, bias: Tensor | None = None, cap: float = 0.0
+) -> Cost:
+    of_ids = 0 if bias is None else bias.nbytes
+    return Cost(z.nbytes + of_ids + targets.nbytes + temperature.nbytes + 16 * len(z), 10 * z.numel())
+
+
+def logit_gradients_cost(
+    z: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    lse: Tensor,
+    d_logprob: Tensor,
+    entropy: Tensor | None = None,
+    d_entropy: Tensor | None = None,
+    bias: Tensor | None = None,
+    cap: float = 0.0,
+) -> Cost:
+    """Return the work if every row has a gradient: its logits are read and written."""
+    others = (targets, temperature, lse, d_logprob, entropy, d_entropy, bias)
+    return Cost(2 * z.nbytes + sum(x.nbytes for x in others if x is not None), 12 * z.numel())
+
+
 def truncate_cost(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Cost:
     """Return the work if every row is truncated: its logits are read and most of them written."""
     settings = sum(column.nbytes for column in (temperature, top_k, top_p, min_p))

@@ -139,6 +139,20 @@ OPERATIONS: Mapping[str, Operation] = {
             costs.wide_product_cost,
         ),
         Operation(
+            "logit_sums",
+            "(z [n, V] raw logits, targets int64 [n], temperature [n], bias [V] or None, cap) -> float32 [4, n]: the "
+            "target's logit, 0 for a target below 0, log-sum-exp, entropy and sum of squared probabilities of x / "
+            "temperature, where x = cap tanh((z + bias) / cap)",
+            costs.logit_sums_cost,
+        ),
+        Operation(
+            "logit_gradients",
+            "(z [n, V] raw logits, targets, temperature, lse [n], d_logprob [n], entropy and d_entropy [n] or None, "
+            "bias, cap) -> z, overwritten with its gradients: of log-probs and entropies; 0 in rows that have none and "
+            "where z is -inf",
+            costs.logit_gradients_cost,
+        ),
+        Operation(
             "linear", "() -> Products: the layout of the weights of matrix products, and the product", costs.linear_cost
         ),
         Operation(

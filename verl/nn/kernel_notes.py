@@ -12,6 +12,7 @@ from verl.accel.operations import Use
 from verl.accel.table import why_plain
 
 FUSED = ("trained_rms_norm", "trained_swiglu", "trained_rotation")
+HEAD = ("logit_sums", "logit_gradients")
 CODED = ("quantised_linear", "quantised_back")
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -39,6 +40,8 @@ def _reasons(
         yield name, why_plain(name, use) if fused else f"model_type {kind}: {', '.join(FUSED_TYPES)} are computed by it"
     if packed:
         yield "trained_attention", _why_blocks(device, dtype, config)
+    for name in HEAD:
+        yield name, why_plain(name, use)
     if dtype in HALVES:  # torch's own product of float32 has a float32 result
         yield "wide_product", why_plain("wide_product", use)
     for name in CODED if quantised else ():

@@ -52,6 +52,40 @@ class Banned:
         return Banned(ids[(ids >= 0) & (ids < size)], self.rows)
 
 
+@dataclass(frozen=True, slots=True)
+class LogitKernels:
+    """The kernels of the operations `logit_sums` and `logit_gradients`, each of which reads a chunk of logits once."""
+
+    sums: Call
+    gradients: Call
+
+    def sums_of(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        bias: Tensor | None,
+        cap: float,
+        banned: Banned | None,
+    ) -> Sequence[Tensor]:
+        """Return the target's logit, the log-sum-exp, the entropy and the sum of squared probabilities, each [n], of
+        hidden [n, H] and a weight [V, H] of its dtype."""
+        found = torch.empty(4, len(hidden), device=hidden.device)
+        for at in chunks(len(hidden), weight):
+            z = raw_logits(hidden[at], weight, banned, at)
+            found[:, at] = self.sums(z, targets[at], temperature[at], bias, cap)
+        return [row.clone() for row in found]  # results that are views of each other could not be changed in place
+
+
+@cache
+def logit_kernels(device: torch.device, dtype: torch.dtype) -> LogitKernels | None:
+    """Return the kernels for hidden states of a dtype; None: torch's operations compute their logits."""
+    found = [choose(name, Use(device, dtype)) for name in ("logit_sums", "logit_gradients")]
+    calls = [choice.call for choice in found if choice is not None]
+    return LogitKernels(*calls) if len(calls) == len(found) else None
+
+
 class _LinearLogprob(torch.autograd.Function):
     """The autograd function of `linear_logprob`. Its backward pass computes the logits of each chunk again."""
 
@@ -76,6 +110,7 @@ class _LinearLogprob(torch.autograd.Function):
             here = (targets >= 0) & (targets < len(weight))
             targets = targets.clamp(0, len(weight) - 1)
         n = hidden.shape[0]
+        kernels = logit_kernels(hidden.device, hidden.dtype) if ids is None else None
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(n, dtype=exact, device=hidden.device)
         lse = torch.empty_like(logprobs)
@@ -83,7 +118,11 @@ class _LinearLogprob(torch.autograd.Function):
         sum_pi2 = torch.empty_like(logprobs) if want_sum_pi_squared else None
         apart = None if ids is None else logprobs.new_empty(n, ids.shape[1] + 1)
         cast = weight.to(hidden.dtype)  # once instead of once per chunk
-        for at in chunks(n, weight):
+        if kernels is not None:
+            given = cast, of_slice(targets, here), temperature, bias, cap, banned
+            logprobs, lse, *more = kernels.sums_of(hidden, *given)
+            entropy, sum_pi2 = (x if wanted else None for x, wanted in zip(more, (want_entropy, want_sum_pi_squared)))
+        for at in chunks(n, weight) if kernels is None else ():
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
             if banned is not None:
                 banned.close(z, at)
@@ -106,7 +145,7 @@ class _LinearLogprob(torch.autograd.Function):
         logprobs -= lse
         rest = None if apart is None else apart[:, -1].clone()  # a view of what is returned would keep itself alive
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest)
-        ctx.cap, ctx.banned = cap, banned
+        ctx.cap, ctx.banned, ctx.kernels = cap, banned, kernels
         ctx.set_materialize_grads(False)  # no gradient is computed for an output that no loss uses
         if sum_pi2 is not None:
             ctx.mark_non_differentiable(sum_pi2)
@@ -127,6 +166,12 @@ class _LinearLogprob(torch.autograd.Function):
         sums = HeadGradients(hidden, weight, bias, lse.dtype, ctx.needs_input_grad[1:3])
         for at in chunks_of(needed, weight):
             h, d = hidden[at], d_logprob[at, None]
+            if ctx.kernels is not None:
+                z = raw_logits(h, cast, ctx.banned, at)
+                of_rows = (None if x is None else x[at] for x in (lse, d_logprob, entropy, d_entropy))
+                dz = ctx.kernels.gradients(z, of_slice(targets, here)[at], temperature[at], *of_rows, bias, ctx.cap)
+                sums.add(at, dz, h, cast, needed[at], zeroed=True)
+                continue
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # the derivative of the cap
             if ctx.banned is not None:
@@ -177,14 +222,17 @@ class HeadGradients:
             for of, needed in zip((weight, bias), trained, strict=True)
         )
 
-    def add(self, at: Tensor | slice, dz: Tensor, h: Tensor, cast: Tensor, needed: Tensor) -> None:
+    def add(
+        self, at: Tensor | slice, dz: Tensor, h: Tensor, cast: Tensor, needed: Tensor, *, zeroed: bool = False
+    ) -> None:
         """Add the gradients of a chunk of rows. at: the rows · dz: gradients [c, V] of their logits · h: their hidden
         states [c, H] · cast: the weight in the dtype of the product. Rows that are not `needed` [c] add nothing, even
-        if they are NaN."""
+        if they are NaN. zeroed: the gradients of their logits are 0 already"""
         if isinstance(at, slice):  # otherwise all are needed
-            dz, h = dz.masked_fill_(~needed[:, None], 0), h.masked_fill(~needed[:, None], 0)
+            h = h.masked_fill(~needed[:, None], 0)
+            dz = dz if zeroed else dz.masked_fill_(~needed[:, None], 0)
         if self._bias is not None:
-            self._bias += dz.sum(0)
+            self._bias += dz.sum(0, dtype=self._bias.dtype)
         dz = dz.to(h.dtype)
         self._hidden[at] = dz @ cast
         if self._weight is None:
@@ -232,6 +280,20 @@ def chunks_of(needed: Tensor, weight: Tensor) -> list[Tensor] | list[slice]:
         return chunks(len(needed), weight)
     rows = needed.nonzero()[:, 0]
     return [rows[chunk] for chunk in chunks(len(rows), weight)]
+
+
+def raw_logits(hidden: Tensor, weight: Tensor, banned: Banned | None, at: Tensor | slice) -> Tensor:
+    """Return the logits [n, V] of hidden [n, H], the rows `at`, before their cap and temperature: -inf for banned
+    ids."""
+    z = hidden @ weight.T
+    if banned is not None:
+        banned.close(z, at)
+    return z
+
+
+def of_slice(targets: Tensor, here: Tensor | None) -> Tensor:
+    """Return targets [n] with -1 in place of those in another slice of the vocabulary."""
+    return targets if here is None else targets.where(here, -1)
 
 
 def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float) -> Tensor:

@@ -76,6 +76,8 @@ KERNELS = (
     _row("trained_rms_norm", "training", "fused_rms_norm", 2e-6, 2e-2, traffic=1.1),
     _row("trained_swiglu", "training", "fused_swiglu", 2e-6, 2e-2),
     _row("trained_rotation", "training", "fused_rotation", 2e-6, 2e-2),
+    _row("logit_sums", "head", "logit_sums", 2e-5, 2e-5),
+    _row("logit_gradients", "head", "logit_gradients", 2e-5, 2e-2),
     _row("expert_sum", "experts", "expert_sum", 2e-6, 2e-2),
     _row("float32_linear", "products", "float32_product", 2e-4, 2e-4, traffic=1.1),
     # parts of few rows are written and read in float32
