@@ -1,6 +1,6 @@
 """Megatron-Core beside `sharded`, in one layout: the steps of a 10M model, an export of 1 GB, the start of a worker.
 
-    python -m bench.engines [--python .venv-megatron/bin/python] [--only step,export,start] [--steps N]
+    python -m bench.engines [--python .venv-megatron/bin/python] [--only step|export|start] [--steps N]
 
 Ranks are child processes of that interpreter, on gloo, each with one thread. A step is counted in seconds of the
 processor over all ranks, which depend little on other work of the machine; its rows share no prompt. Writes its part of
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -49,6 +50,10 @@ LAYOUTS = {"TP 2": Layout(world_size=2, tensor=2), "TP 2 x PP 2": Layout(world_s
 ENGINES = ("sharded", "megatron")
 ROWS = {"92 tokens each": False, "40 to 272 tokens": True}
 BUDGET = 4096
+LIMITS = (
+    "Intended: a step of at most 1.3 times the core-seconds of `sharded`, an export of at least 0.5 of the speed of a "
+    "copy, and ranks that are built at most 15 s beyond their imports."
+)
 IMPORTS = """
 import contextlib, importlib, json, sys
 with open(sys.argv[1]) as file:
@@ -192,10 +197,16 @@ def main(argv: Sequence[str]) -> int:
     if not Path(given.python).exists():
         print(f"{given.python}: no such interpreter: make megatron-env", file=sys.stderr)
         return 2
+    load = os.getloadavg()[0]
     tables = [part(given.python, given.steps) for name, part in PARTS.items() if given.only in (None, name)]
     if given.only is None:
-        head = "## Model engines in another environment\n\nWritten by `python -m bench.engines`."
-        write_section("engines", head, *(table.markdown() for table in tables))
+        loads = f"{load:.1f} at the start and {os.getloadavg()[0]:.1f} at the end"
+        about = (
+            f"Command: `python -m bench.engines`, {given.steps} steps or rounds after one that is dropped; "
+            f"{os.cpu_count()} cores, 1-minute load {loads}; torch {torch.__version__}. {LIMITS}"
+        )
+        tables_text = (table.markdown() for table in tables)
+        write_section("engines", "## Model engines in another environment", about, *tables_text)
     return 0
 
 
