@@ -370,7 +370,16 @@ PARTS: Mapping[str, Callable[[str], Iterator[Row]]] = {
 """The parts by name. Each is given the size of the model."""
 
 
-BENCH = PartsBench(name="lora", heading="Training on one machine", sizes=[*SIZES], size="100M")
+BENCH = PartsBench(
+    name="lora",
+    heading="Training on one machine",
+    sizes=[*SIZES],
+    size="100M",
+    models={
+        **dict.fromkeys(("step", "learn"), "the quickstart's 1.6M parameters"),
+        **dict.fromkeys(("memory-grpo", "memory-ppo"), "1.5B parameters"),
+    },
+)
 
 if __name__ == "__main__":
     sys.exit(BENCH.run(sys.argv[1:], __doc__, PARTS))

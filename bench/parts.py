@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,8 @@ class PartsBench:
     """Of the model; "tiny" is for tests."""
     size: str
     """The default."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """The model of each part that has one of its own, whatever the size is."""
 
     @property
     def records(self) -> Path:
@@ -57,7 +59,7 @@ class PartsBench:
         """Return the part of bench/RESULTS.md: a table for each recorded part."""
         head = [f"## {self.heading}", f"Command: `python bench/{self.name}.py --record`."]
         for found in records:
-            of = f"{found['part']}, {found['size']} parameters"
+            of = f"{found['part']}, {self.models.get(found['part'], found['size'] + ' parameters')}"
             title = f"{of}: {found['machine']}, {found['commit']} on {found['date']} (torch {found['torch']})"
             rows = tuple(Row(**row).cells() for row in found["rows"])
             head.append(Table(title, ("", "verl", "limit"), rows).markdown())

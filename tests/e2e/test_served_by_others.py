@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +16,13 @@ import pytest
 import torch
 from aiohttp import web
 from doubles import SglangDouble
+from safetensors.torch import load_file
 from serving import server_process
 from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of, trained
 from transformers import AutoModelForCausalLM
 
 from verl.config.load import load_config
-from verl.driver.launch import run_eval
+from verl.driver.launch import run_eval, run_rl
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.rollout.base import RolloutContext
@@ -86,6 +88,33 @@ def test_a_run_over_sglangs_api_is_the_run_in_process(tmp_path: Path, tiny_model
     sent = [body for path, body in double.asked if path == "/update_weights_from_disk"]
     numbers, marks = zip(*(body["weight_version"].split("-") for body in sent))
     assert numbers == ("0", "1", "2", "3") and len({*marks}) == 1
+
+
+def test_a_server_without_adapters_gets_the_factors_added_and_the_start_gives_their_rounding(
+    tmp_path: Path, tiny_model: Path, arithmetic_data: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From an adapter whose factors are not 0. What it learns is what the rollout with unmerged factors learns."""
+    lora = ("model.lora.rank=4", "model.lora.alpha=8", "optim.lr=3e-3")
+    small_run(tmp_path / "before", tiny_model, arithmetic_data[:1], *lora, "run.total_steps=2")
+    adapter = tmp_path / "before/r/checkpoints/step_2/hf"
+    further = (f"model.lora.path={adapter}", "optim.lr=3e-3")
+    small_run(tmp_path / "here", tiny_model, arithmetic_data[:1], *further)
+    capsys.readouterr()
+    with sglang_server(tiny_model) as (_, url):
+        args = small_args(
+            tmp_path / "there", tiny_model, arithmetic_data[:1], *further, "rollout.engine=sglang", f"rollout.url={url}"
+        )
+        run_rl(load_config(args))
+    (line,) = re.findall(
+        r"LoRA factors are added to the weights that it gets, which are rounded once: log-probs of the canary "
+        r"change by (\S+) on average",
+        " ".join(capsys.readouterr().out.split()),
+    )
+    assert 0 < float(line) < 1e-5
+    here, there = (tmp_path / place / "r" for place in ("here", "there"))
+    assert trained(here) == trained(there)
+    first, second = (load_file(d / "checkpoints/step_3/hf/adapter_model.safetensors") for d in (here, there))
+    same_tensors(first, second)
 
 
 @pytest.mark.slow

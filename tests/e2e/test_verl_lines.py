@@ -31,7 +31,7 @@ QUICK = (
     "lora/run_qwen3_8b_merge",
     "lora/run_qwen2_5_vl",
 )
-"""One of each kind, in every run; the others with FULL_GRID=1."""
+"""One of each kind, in every run; those of LoRA with the slow tests; the others with FULL_GRID=1."""
 SLOW = QUICK[0]
 SMALL = (
     *(
@@ -95,6 +95,10 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return made
 
 
+def has_lora(line: Line) -> bool:
+    return any(re.search(r"lora.rank=[1-9]", arg) for arg in line.args)
+
+
 def small(line: Line, places: dict[str, Path], root: Path) -> list[str]:
     """The line with paths of here and small sizes. Keys of ours win over the script's."""
     paths = {**places, "TRAIN": places["TURNS"], "VAL": places["TURNS"]} if line.kind == "sft" else places
@@ -106,7 +110,7 @@ def small(line: Line, places: dict[str, Path], root: Path) -> list[str]:
     if line.kind == "rl":
         more.append(f"reward.path={places['GRADER']}")
         more.append(f"step.samples_per_prompt={min(3, int(keys.get('actor_rollout_ref.rollout.n', 1)))}")
-    if any(re.search(r"lora.rank=[1-9]", arg) for arg in line.args):
+    if has_lora(line):
         more.append("model.lora.rank=4")  # of the small model
     if "data.val_files" not in keys:
         more.append(f"data.eval_files=[{places['VAL']}]")
@@ -125,7 +129,8 @@ TAKEN = [line for line in public_lines() if not line.reason]
 def cases() -> list[object]:
     full = pytest.mark.full("the quick ones are of each kind, and tests/unit/test_compat.py takes all of them")
     marks = {line: () if any(part in line.name for part in QUICK) else full for line in TAKEN}
-    marks |= {line: pytest.mark.slow for line in TAKEN if SLOW in line.name}
+    later = (line for line in TAKEN if SLOW in line.name or (has_lora(line) and marks[line] is full))
+    marks |= dict.fromkeys(later, pytest.mark.slow)
     return [pytest.param(line, id=line.name, marks=marks[line]) for line in TAKEN]
 
 

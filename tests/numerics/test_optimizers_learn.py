@@ -79,7 +79,7 @@ def usual() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adamw_8bit", "muon", "adam_mini", "apollo", "apollo_mini"])
-def test_each_optimizer_learns_within_a_third_more_steps_than_adamw(name: str, usual: int) -> None:
+def test_each_optimizer_learns_within_three_tenths_more_steps_than_adamw(name: str, usual: int) -> None:
     """At the multiple of AdamW's rate that the table gives for it."""
     assert 200 < usual <= 600, "the task is learned, and not at once"
-    assert 3 * steps_of(name) <= 4 * usual
+    assert 10 * steps_of(name) <= 13 * usual

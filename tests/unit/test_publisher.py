@@ -23,13 +23,14 @@ from verl.workers.waits import DeadlineExpired, Waits
 
 
 class Replica:
-    def __init__(self, starts: bool, in_flight: bool = True) -> None:
-        self.starts, self.in_flight = starts, in_flight
+    def __init__(self, starts: bool, in_flight: bool = True, takes_factors: bool = False) -> None:
+        self.starts, self.in_flight, self.takes_factors, self.base = starts, in_flight, takes_factors, ""
 
     async def capabilities(self) -> Any:
         if not self.starts:
             await asyncio.Event().wait()
-        return SimpleNamespace(in_flight_update=self.in_flight, weights=AS_HELD)
+        lora = {"lora_policy": self.takes_factors, "lora_rank": 64, "lora_experts": True, "lora_whole": True}
+        return SimpleNamespace(in_flight_update=self.in_flight, weights=AS_HELD, **lora)
 
 
 class Sync:
@@ -178,6 +179,15 @@ def test_what_a_publish_is_given_and_what_is_known_of_it_afterwards(exclusive: b
         "seconds": 1.0,
     }
     assert made.take_metrics() == {} and noted == ["warning: weight sync: slow"] * 2
+
+
+@pytest.mark.parametrize("rank, sends, line", [(0, True, ""), (4, True, "unmerged"), (4, False, "change by 0.25 on")])
+def test_the_start_notes_how_a_policy_of_lora_is_sent(rank: int, sends: bool, line: str) -> None:
+    noted = list[str]()
+    made = publisher_of(Replica(True, takes_factors=sends), engine=Sync())
+    made.note, made.trained_rank, made.trainer = noted.append, rank, SimpleNamespace()
+    asyncio.run(made.start(0))
+    assert len(noted) == bool(line) and all(line in note for note in noted)
 
 
 def test_a_publish_that_breaks_in_the_background_is_reported_once() -> None:
