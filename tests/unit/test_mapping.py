@@ -20,6 +20,7 @@ from verl.cli import main
 from verl.config.cluster import cluster_faults
 from verl.config.load import load_config
 from verl.errors import Refused
+from verl.planner.fitting import best_placements, smallest_cluster
 from verl.planner.hardware import DEVICES, Nodes, read_cluster
 from verl.planner.latency import (
     Division,
@@ -48,18 +49,8 @@ from verl.planner.mapping import (
     step_of,
     times_of,
 )
-from verl.planner.placement import (
-    beside_devices,
-    best_placements,
-    corners,
-    overrides,
-    paced,
-    planned_roles,
-    rules_of,
-    seconds_on,
-    smallest_cluster,
-    work_of,
-)
+from verl.planner.placement import corners, overrides, paced, planned_roles, rules_of, run_times, seconds_on, work_of
+from verl.planner.placement_text import beside_devices
 from verl.planner.simulate import lognormal
 from verl.planner.verbs import PLACEMENT
 from verl.workers.pools import pool_of
@@ -326,6 +317,9 @@ def test_a_plan_as_json_is_what_is_printed(
     assert f"configure {' '.join(best['configure'])}\n" in printed and len(others) == printed.count("slower    ")
     low_s, high_s = best["step_s_range"]
     assert f"about {best['step_s']:.3g} s per step ({low_s:.3g} to {high_s:.3g}), {best['price']:.2f} per" in printed
+    low, high = best["price_range"]
+    assert (low, high) == pytest.approx([16 * 2.5 * s / 3600 for s in (low_s, high_s)])
+    assert f"{best['price']:.2f} per step ({low:.2f} to {high:.2f})" in printed
     columns = zip(*(one["seconds"].values() for one in best["sets"]))
     assert sum(map(max, columns)) == pytest.approx(best["step_s"])
     assert found["plan"]["step"]["prompts"] == 64 and f"{3600 / found['pace']['step_s']:,.1f} steps" in printed
@@ -542,9 +536,10 @@ def test_roles_of_one_run_are_on_unequal_devices_where_that_is_faster(
     assert best.mixed and best.placement.step_s <= min(alone)
     for one in (best, *others):
         for placed in one.placement.sets:  # the seconds are those of the devices that it is on
-            at = one.cluster[placed.group]
-            times = times_of(planned_roles(config), [at], rules_of(config, work, one.layout))
-            assert times(placed.roles, 0, placed.times.devices) == placed.times
+            engine = (one.engines[0].engine_devices, one.engines[1].at_once)
+            rules = rules_of(config, work, one.layout)
+            times = run_times(planned_roles(config), one.cluster, rules, one.passes, engine)
+            assert times(placed.roles, placed.group, placed.times.devices) == placed.times
     assert best.nodes_of("rollout").device.name == "H20" and best.at.device.name == "H100"
     (tmp_path / "cluster.yaml").write_text(
         "[{device: H100, devices_per_node: 8, network_gbs: 25}, {device: H20, devices_per_node: 8, network_gbs: 25}]"

@@ -6,7 +6,7 @@ import json
 import math
 import random
 import resource
-from itertools import chain, pairwise
+from itertools import chain, combinations, pairwise
 from operator import le
 from pathlib import Path
 
@@ -263,6 +263,11 @@ def test_a_grid_prints_the_points_that_no_other_one_beats(tmp_path, capsys) -> N
     }
     assert kept == front and 1 < len(front) < 9
     assert shown[0].startswith(f"{len(front)} of 9 points")
+    assert all(row.count(" ± ") == 4 for row in shown[2:-1]), "each figure has its error"
+    for p in points:
+        hourly = (2 * p["replicas"] + 6) / 3600
+        assert p["price_error"] == pytest.approx(hourly * p["step_error_s"]) and p["tokens_per_s_error"] >= 0
+        assert p["price_per_million_error"] <= 2e6 * hourly * p["tokens_per_s_error"] / p["tokens_per_s"] ** 2
     for args, why in (
         (["grid={rollout.replica: [1]}"], "rollout.replica: there is no such key"),
         (["grid={optim.lr: [1]}"], "optim.lr: no simulated run reads it"),
@@ -454,10 +459,15 @@ def row(step: int, index: int, tokens: int) -> SampleRow:
 
 @pytest.mark.slow
 def test_published_tables_are_predicted_but_for_three_rows_within_15_percent() -> None:
-    """And in their order: more staleness, and more devices, are faster. Three rows of other tables are at 15.2%."""
+    """And in their order, but for two rows of the first table that are 3% apart. Three rows of other tables are at
+    15.2%."""
     page = yaml.safe_load(PUBLISHED.read_text())
     rows = every_row(page)
-    errors = [predicted(page, row, FITTED, publishes=6).period_s / row["step_s"] - 1 for row in rows]
+    seconds = [predicted(page, row, FITTED, publishes=6).period_s for row in rows]
+    errors = [s / row["step_s"] - 1 for s, row in zip(seconds, rows, strict=True)]
+    first = sorted((row["step_s"], s) for s, row in zip(seconds, page["rows"]))
+    apart = [(s, t) for (a, s), (b, t) in combinations(first, 2) if b > 1.05 * a]
+    assert len(apart) == 14 and all(s < t for s, t in apart), first
     assert max(map(abs, errors[: len(page["rows"])])) < 0.1, errors
     assert len(errors) == 12 and max(map(abs, errors)) < 0.155 and sum(abs(e) < 0.15 for e in errors) >= 9, errors
 

@@ -83,6 +83,12 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
     if c.backend == "processes" and (apart := [*_on_this_machine(config)]):
         yield from apart
         return
+    yield from placed_faults(config, command)
+
+
+def placed_faults(config: Config, command: str) -> Iterator[str]:
+    """Yield a line for each fault of the layout, the pools and the engines of a run over processes, whatever this
+    machine has installed."""
     try:
         layout = layout_of(config)
         if command in TRAINS:

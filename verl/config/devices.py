@@ -66,9 +66,11 @@ def compute_dtype(config: Config) -> str:
         return config.model.dtype
     if in_float32_alone(config, "cuda" if on_cuda(config) else "cpu"):
         return "float32"
+    if on_cuda(config):
+        return "bfloat16"
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    return "bfloat16" if on_cuda(config) or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
 
 
 def dtype_of(config: Config, role: str) -> str:

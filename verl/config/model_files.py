@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.row_states import RowStates, row_states
+from verl.config.unchanged import file_while_unchanged, while_unchanged
 from verl.errors import Refused
 from verl.models.families import FAMILIES, name_of
 
@@ -134,6 +135,7 @@ def embedding_rows(config: Mapping[str, Any], vocab: int) -> int:
     return vocab + (family.unsampled_rows if family else 0)
 
 
+@while_unchanged
 def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     """Return all facts of a model on which sizes depend. Raise ValueError for a folder that cannot be trained."""
     folder = find_model_folder(path)
@@ -146,14 +148,12 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     heads = _size(folder, config, "num_attention_heads", "n_head")
     trained = {n: t for n, t in tensors.items() if not _is_buffer(n, t) and not n.startswith(FURTHER)}
     output = [n for n in trained if n.endswith(HEAD)]
-    declared = declared_tie(full)
-    tied = not output if declared is None else declared
+    tied = not output if (declared := declared_tie(full)) is None else declared
     counted = {n: t for n, t in trained.items() if not (tied and n in output)}
     dtypes: Counter[str] = Counter()
     for tensor in tensors.values():
         dtypes[tensor.quantised or tensor.dtype] += tensor.numel
     main_dtype = dtypes.most_common(1)[0][0]
-    names = full.get("architectures") or [full.get("model_type", "unknown")]
     encoder, at_once = _encoder(full, counted)
     layers = _size(folder, config, "num_hidden_layers", "n_layer", "num_layers")
     return ModelFacts(
@@ -162,7 +162,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         encoder_parameters=encoder,
         encoder_gathered=at_once,
         folder=str(folder),
-        architecture=str(names[0]),
+        architecture=str((full.get("architectures") or [full.get("model_type", "unknown")])[0]),
         model_type=str(config.get("model_type", "")),
         layers=layers,
         hidden=hidden,
@@ -416,6 +416,7 @@ def check_weights_file(file: Path) -> None:
     _file_headers(file)
 
 
+@file_while_unchanged
 def _file_headers(file: Path) -> dict[str, TensorHeader]:
     """Return the headers of one file by tensor. Raise ValueError for a truncated file (an interrupted download), or a
     file with an invalid header."""

@@ -41,10 +41,13 @@ class Point:
     staleness: float
     step_s: float
     step_error_s: float
-    """Two standard deviations over plays with other lengths."""
+    """Two standard deviations over plays with other lengths, as the other errors."""
     tokens_per_s: float
+    tokens_per_s_error: float
     price: float
     """The price of a step; 0 without prices."""
+    price_error: float
+    price_per_million_error: float
     replicas: int
 
     @property
@@ -96,7 +99,10 @@ def point_of(values: Mapping[str, Any], config: Config, got: Replayed, prices: t
         step_s=step_s,
         step_error_s=got.error(lambda pace: pace.period_s / steps),
         tokens_per_s=got.pace.tokens_per_s,
+        tokens_per_s_error=got.error(lambda pace: pace.tokens_per_s),
         price=hourly * step_s / 3600,
+        price_error=got.error(lambda pace: hourly * pace.period_s / steps / 3600),
+        price_per_million_error=got.error(lambda pace: 1e6 * hourly / 3600 / pace.tokens_per_s),
         replicas=config.rollout.replicas,
     )
 
@@ -118,9 +124,14 @@ def grid_table(points: Sequence[Point]) -> str:
     keys, priced = [*points[0].values], any(one.price for one in points)
     rows = [(*keys, "s per step", "tokens/s", *(("price per step", "per million tokens") if priced else ()))]
     for one in front:
-        prices = (f"{one.price:.4g}", f"{one.price_per_million_tokens:.4g}") if priced else ()
-        each = (text_of(one.values[key]) for key in keys)
-        rows.append((*each, f"{one.step_s:.4g} ± {one.step_error_s:.1g}", f"{one.tokens_per_s:,.0f}", *prices))
+        figures = [
+            f"{one.step_s:.4g} ± {one.step_error_s:.1g}",
+            f"{one.tokens_per_s:,.0f} ± {one.tokens_per_s_error:,.0f}",
+        ]
+        if priced:
+            figures.append(f"{one.price:.4g} ± {one.price_error:.1g}")
+            figures.append(f"{one.price_per_million_tokens:.4g} ± {one.price_per_million_error:.1g}")
+        rows.append((*(text_of(one.values[key]) for key in keys), *figures))
     less = "price per token" if priced else "replicas"
     about = f"{len(front)} of {len(points)} points are not beaten in tokens per second, {less} and staleness together:"
     error = f"±: two standard deviations over {REPLAYS} plays with other lengths"

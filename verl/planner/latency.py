@@ -65,6 +65,10 @@ class StepWork:
     tool_calls: float = 0.0
     tool_s: float = 0.0
     """The seconds from an answer to its reward, its calls of tools on average, and the seconds of one of them."""
+    at_once: int = 0
+    """The most answers that an engine decodes at once; 0: as many as its memory has room for."""
+    weight_bytes: float = 0.0
+    """The bytes of a weight that a decode step reads, for engines that compute with codes; 0: those of an item."""
 
     @property
     def waits_s(self) -> float:
@@ -98,6 +102,10 @@ class Stored:
     sharded: bool = False
     """Weights and gradients are divided over the replicas too: each pass gathers them, and each backward pass sums
     (FSDP)."""
+    weight: float = 0.0
+    """The bytes of a trained model's weight: of a base in codes, or of masters that no factors change; 0: an item's."""
+    decoded: float = 0.0
+    """The bytes of a weight that are read and written when a pass computes the values of its codes; 0: no codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +135,7 @@ def divisions(devices: int, model: ModelSize, at: Nodes, sequences: int) -> Iter
 def held_bytes(model: ModelSize, by: Division, trained: bool, stored: Stored, item_bytes: float = 2) -> float:
     """Return the bytes of one device that a role holds between its calls. item_bytes: of a weight."""
     part = model.parameters / (by.tensor * by.pipeline)
-    held = item_bytes + (stored.gradient if trained else 0)
+    held = (stored.weight or item_bytes) + stored.gradient if trained else item_bytes
     return (held * part) / (by.replicas if stored.sharded else 1) + trained * stored.states * part / by.replicas
 
 
@@ -181,10 +189,16 @@ def summed_s(model: ModelSize, by: Division, at: Nodes, item_bytes: float) -> fl
     return (rings - 1) / rings * item_bytes * model.parameters * on_node / at.network
 
 
+def decoded_s(model: ModelSize, by: Division, at: Nodes, stored: Stored) -> float:
+    """Return the seconds in which a pass computes the weights of a device from their codes once."""
+    return stored.decoded * model.parameters / (by.tensor * by.pipeline) / at.device.read
+
+
 def infer_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, stored: Stored) -> float:
     """Return the seconds of a forward pass over all rows of a step."""
-    gathers = work.passes(math.ceil(work.sequences / by.replicas)) if stored.sharded else 0
-    return forward_s(model, by, at, work, work.sequences) + gathers * summed_s(model, by, at, at.device.item_bytes)
+    passes = work.passes(math.ceil(work.sequences / by.replicas))
+    gathered = passes * summed_s(model, by, at, at.device.item_bytes) if stored.sharded else 0.0
+    return forward_s(model, by, at, work, work.sequences) + gathered + passes * decoded_s(model, by, at, stored)
 
 
 def update_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, stored: Stored) -> float:
@@ -193,10 +207,12 @@ def update_s(model: ModelSize, by: Division, at: Nodes, work: StepWork, stored: 
     products = 2 + work.recomputed + work.weight_gradients  # each as many as those of a forward pass
     passes = products * forward_s(model, by, at, work, sequences, reduces=REDUCES * (2 + work.recomputed) / products)
     states = 2 * stored.states * model.parameters / by.devices / at.device.read
+    cuts = work.passes(math.ceil(sequences / by.replicas))
     sums, moved = 1, stored.reduced + at.device.item_bytes
     if stored.sharded:  # weights are gathered for the forward and for the backward pass
-        sums, moved = work.passes(math.ceil(sequences / by.replicas)), stored.reduced + 2 * at.device.item_bytes
-    return work.updates * (passes + states + sums * summed_s(model, by, at, moved))
+        sums, moved = cuts, stored.reduced + 2 * at.device.item_bytes
+    decoded = cuts * (2 + work.recomputed) * decoded_s(model, by, at, stored)
+    return work.updates * (passes + states + sums * summed_s(model, by, at, moved) + decoded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +235,18 @@ def engine_pace(
     model: ModelSize, devices: int, tensor: int, at: Nodes, work: StepWork, room_bytes: float
 ) -> EnginePace | None:
     """Return the pace of engines of `tensor` devices each that share the answers of a step; None if not one answer's
-    keys and values fit. room_bytes: of one device, for keys and values."""
+    keys and values fit. room_bytes: of one device, for keys and values; infinite: they fit."""
     engines = devices // tensor
     share = math.ceil(work.sequences / engines)
     kv_bytes = at.device.item_bytes * model.kv_values
-    most = int(tensor * room_bytes / (kv_bytes * work.row_tokens))
+    most = share if room_bytes == math.inf else int(tensor * room_bytes / (kv_bytes * work.row_tokens))
+    most = min(most, work.at_once or most)
     if most < 1:
         return None
     waves = math.ceil(share / most)
     batch = math.ceil(share / waves)
     context = work.prompt_tokens + work.response_tokens / 2
-    read = at.device.item_bytes * model.active_parameters
+    read = (work.weight_bytes or at.device.item_bytes) * model.active_parameters
     products = batch * model.forward_flops(context) / (tensor * at.device.decode_flops(model.hidden))
     reduces = (tensor > 1) * REDUCES * model.layers
     fixed = reduces * at.device.link_us / 1e6 + at.device.step_ms / 1000
@@ -260,6 +277,12 @@ def resharded_bytes(parameters: float, by: Division, tensor: int, whole: bool = 
     held = parameters / (by.tensor * by.pipeline)
     wanted = parameters if whole else parameters / tensor
     return item_bytes * max(0.0, wanted - held)
+
+
+def published_s(version_bytes: float, tensor: int, at: Nodes, far: bool) -> float:
+    """Return the seconds in which engines of `tensor` devices get a version of the weights that other devices trained:
+    each node receives it once over the network if they are on other nodes (`far`), and each device its part."""
+    return far * version_bytes / at.network + version_bytes / tensor / at.link
 
 
 def moved_per_s(by: Division, at: Nodes) -> float:

@@ -29,6 +29,7 @@ from verl.planner.latency import (
     held_bytes,
     infer_s,
     moved_per_s,
+    published_s,
     resharded_bytes,
     update_s,
 )
@@ -46,6 +47,8 @@ class PlannedRole:
     """(stage, what it computes there), in the order of the step."""
     base: str | None = None
     """The role that owns the weights with which it computes; it is then in that role's set."""
+    weights_of: str | None = None
+    """The role that trains the weights with which it only generates: on other devices they are sent there."""
     parts: tuple[tuple[int, int], ...] = ()
     """(tensor, pipeline) of the divisions that it may have; empty: all."""
 
@@ -69,8 +72,6 @@ class SetTimes:
     """How the devices divide each role's model."""
     engine_devices: int = 0
     """The devices of one rollout engine; 0: no role of the set generates."""
-    held_bytes: float = 0.0
-    """The bytes of one device that its roles hold between their calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +92,10 @@ class RolePlacement:
     step_s: float
     price: float
     """The price of a step; 0 if the cluster has no prices."""
+
+    def key(self, aim: Aim) -> tuple[float, float]:
+        """Return what placements are ordered by: the first number is to be small."""
+        return (self.price, self.step_s) if aim == "cost" else (self.step_s, self.price)
 
 
 Times = Callable[[tuple[str, ...], int, int], SetTimes | None]
@@ -156,26 +161,31 @@ def placements(
 ) -> list[RolePlacement]:
     """Return the best placement of each division of the roles into sets that fits, best first; with `overlap` those in
     which roles that only generate have devices of their own, and work beside the others."""
-    names = tuple(role.name for role in roles)
+    step = step_of(roles, overlap)
+    every = (best_devices(sets, cluster, times, aim, step) for sets in divided(roles, cluster, overlap))
+    return sorted((best for best in every if best is not None), key=lambda best: (best.key(aim), len(best.sets)))
+
+
+def divided(
+    roles: Sequence[PlannedRole], cluster: Sequence[Nodes], overlap: bool = False
+) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Yield the divisions of the roles into sets that are possible: a role is with its base, and with `overlap` roles
+    that only generate are by themselves."""
     base = {role.name: role.base for role in roles if role.base is not None}
     alone = {role.name for role in roles if role.generates_only} if overlap else set[str]()
-    found, step = list[RolePlacement](), step_of(roles, overlap)
-    for sets in partitions(names):
+    for sets in partitions([role.name for role in roles]):
         at = {name: i for i, one in enumerate(sets) for name in one}
         if any(at[name] != at.get(of) for name, of in base.items()) or len(sets) > total(cluster):
             continue
-        if any(alone & {*one} and not alone >= {*one} for one in sets):
-            continue
-        if (best := _best_devices(sets, cluster, times, aim, step)) is not None:
-            found.append(best)
-    return sorted(found, key=lambda p: ((p.price, p.step_s) if aim == "cost" else (p.step_s, p.price), len(p.sets)))
+        if not any(alone & {*one} and not alone >= {*one} for one in sets):
+            yield sets
 
 
-def _best_devices(
+def best_devices(
     sets: Sequence[tuple[str, ...]], cluster: Sequence[Nodes], times: Times, aim: Aim, step: StepOf
 ) -> RolePlacement | None:
-    """Return the best devices of these sets: a depth-first search over the devices of one set after the other, without
-    branches that cannot become better than the best one."""
+    """Return the best devices of these sets; None if they have no place. It is a depth-first search over the devices of
+    one set after the other, without branches that cannot become better than the best one."""
     choices = [_useful(one, cluster, times) for one in sets]
     if not all(choices):
         return None
@@ -208,7 +218,7 @@ def _useful(roles: tuple[str, ...], cluster: Sequence[Nodes], times: Times) -> l
 
 
 class _Search:
-    """The depth-first search of `_best_devices`."""
+    """The depth-first search of `best_devices`."""
 
     def __init__(
         self, cluster: Sequence[Nodes], choices: Sequence[list[tuple[int, SetTimes]]], aim: Aim, step: StepOf
@@ -269,12 +279,17 @@ class Rules:
     """The division of every model that infers or trains; None: each has the best one."""
     engines: tuple[int, ...] = TENSOR
     """The numbers of devices that a rollout engine can have."""
+    limited: bool = True
+    """Sets that do not fit into the memory have no seconds; False: the caller counts the memory."""
+    version_bytes: float = 0.0
+    """The bytes of the weights that reach engines which other roles train; 0: an item for each parameter."""
 
 
 def times_of(roles: Sequence[PlannedRole], cluster: Sequence[Nodes], rules: Rules) -> Times:
     """Return the function of the seconds of a set: the best division of each model over the devices of the set, of
     those that fit into the memory together, and the best size of the engines that generate."""
     by_name, stages = {role.name: role for role in roles}, stages_of(roles)
+    far = len(cluster) > 1 or any(at.nodes > 1 for at in cluster)
     kept: dict[tuple[tuple[str, ...], int, int], SetTimes | None] = {}
     ways: dict[tuple[str, int, int], list[_Way]] = {}
 
@@ -288,7 +303,9 @@ def times_of(roles: Sequence[PlannedRole], cluster: Sequence[Nodes], rules: Rule
         key = (names, group, devices)
         if key not in kept:
             found = [ways_of(name, group, devices) for name in names]
-            kept[key] = _together([by_name[name] for name in names], found, stages, devices, cluster[group], rules)
+            together = [by_name[name] for name in names]
+            sent = far if any(role.weights_of not in (None, *names) for role in together) else None
+            kept[key] = _together(together, found, stages, devices, cluster[group], rules, sent)
         return kept[key]
 
     return times
@@ -311,7 +328,7 @@ def _ways(role: PlannedRole, stages: Sequence[str], devices: int, at: Nodes, rul
     """Return the ways to divide a role's model, without those that are slower and larger than another."""
     work, stored, item_bytes, out = rules.work, rules.stored, at.device.item_bytes, list[_Way]()
     if role.generates_only:  # its copy of the weights is that of the engines
-        sizes = [n for n in rules.engines if n <= at.devices_per_node and devices % n == 0]
+        sizes = [n for n in rules.engines if min(devices, at.devices_per_node) % n == 0]
         nothing, copied = (0.0,) * len(stages), item_bytes * role.model.parameters
         return [_Way(Division(n, 1, devices // n), copied / n, 0.0, nothing) for n in sizes]
     sequences = work.sequences // work.updates if role.trained else work.sequences
@@ -343,9 +360,11 @@ def _together(
     devices: int,
     at: Nodes,
     rules: Rules,
+    far: bool | None,
 ) -> SetTimes | None:
-    """Return the set with the ways of its roles that fit together and take the least time, None if none fit."""
-    room = (1 - RESERVE) * 1e9 * at.device.memory_gb
+    """Return the set with the ways of its roles that fit together and take the least time, None if none fit. far: the
+    weights with which it only generates are trained on other nodes; None: on its own devices."""
+    room = (1 - RESERVE) * 1e9 * at.device.memory_gb if rules.limited else math.inf
     generate = [(i, stages.index(s)) for i, role in enumerate(roles) for s, kind in role.calls if kind == "generate"]
     best: SetTimes | None = None
     for chosen in itertools.product(*ways):
@@ -356,7 +375,7 @@ def _together(
             continue
         engine_devices, found = (
             0,
-            [_generated(roles[i], chosen[i], devices, at, rules, room - held) for i, _ in generate],
+            [_generated(roles[i], chosen[i], devices, at, rules, room - held, far) for i, _ in generate],
         )
         for (_, stage), one in zip(generate, found):
             engine_devices, took = one or (0, math.inf)
@@ -367,24 +386,27 @@ def _together(
                 seconds=tuple(seconds),
                 divisions={role.name: way.division for role, way in zip(roles, chosen)},
                 engine_devices=engine_devices,
-                held_bytes=held,
             )
     return best
 
 
 def _generated(
-    role: PlannedRole, way: _Way, devices: int, at: Nodes, rules: Rules, free: float
+    role: PlannedRole, way: _Way, devices: int, at: Nodes, rules: Rules, free: float, far: bool | None
 ) -> tuple[int, float] | None:
     """Return the best size of an engine and the seconds in which all answers are generated, with the copy of the
-    weights to the engines' layout; None if no answer's keys and values fit. free: bytes of a device."""
+    weights to the engines; None if no answer's keys and values fit. free: bytes of a device."""
     model, by, out = role.model, way.division, list[tuple[float, int]]()
     for tensor in (by.tensor,) if role.generates_only else rules.engines:
         if tensor > at.devices_per_node or devices % tensor:
             continue
-        gathered = 0.0
-        if not role.generates_only:
+        gathered = copied_s = 0.0
+        if far is not None and role.generates_only:
+            version = rules.version_bytes or at.device.item_bytes * model.parameters
+            copied_s = published_s(version, tensor, at, far)
+        elif not role.generates_only:
             gathered = resharded_bytes(model.parameters, by, tensor, item_bytes=at.device.item_bytes)
+            copied_s = gathered / moved_per_s(by, at)
         took = generate_s(model, devices, tensor, at, rules.work, free - gathered)
         if took is not None:
-            out.append((took + gathered / moved_per_s(by, at), tensor))
+            out.append((took + copied_s, tensor))
     return min(out)[::-1] if out else None

@@ -32,7 +32,8 @@ class Prediction:
     def text(self) -> str:
         """Return the prediction as a part of a line."""
         each = ", ".join(f"{stage} {s:.3g} s" for stage, s in self.seconds.items())
-        return f"{each} per step on {self.at.device.name}, with prompts and answers at their limits"
+        error = f"each up to {self.at.device.spread:g} times longer or shorter"
+        return f"{each} per step on {self.at.device.name} ({error}), with prompts and answers at their limits"
 
 
 def prediction_of(config: Config) -> Prediction | None:

@@ -20,10 +20,13 @@ from verl.errors import Refused
 from verl.planner.card import supposed_card
 from verl.planner.checkpointing import settle_checkpointing
 from verl.planner.clock import pace_of
+from verl.planner.fitting import best_placements, smallest_cluster
 from verl.planner.grid import Point, combinations, grid_table, played, point_of, write_trace
 from verl.planner.hardware import read_cluster
+from verl.planner.latency import StepWork
 from verl.planner.learned import learned_file
-from verl.planner.placement import AIMS, PlacedRun, as_data, best_placements, paced, render, smallest_cluster, work_of
+from verl.planner.placement import AIMS, PlacedRun, on_devices, paced, work_of
+from verl.planner.placement_text import as_data, render
 from verl.planner.plan import make_plan
 from verl.planner.simulate import Lengths, lognormal
 from verl.planner.text import card_line, pace_line, render_plan
@@ -87,8 +90,8 @@ def print_plan(resolved: Resolved, given: Mapping[str, str]) -> int:
     made, pace = make_plan(config), pace_of(config, *times_s) if times_s else None
     card_text = None if card is None else card_line(config, made, card)
     if as_json:
-        found = _placed(config, given)
-        placed = None if found is None else as_data(config, found[0], found[1])
+        found = _placed(resolved, given)
+        placed = None if found is None else as_data(*found)
         _print_json({"plan": made, "pace": None if pace is None else asdict(pace), "placements": placed})
         return 0
     print(render_plan(made) + (f"\n{line}\n" if line else ""))
@@ -96,38 +99,40 @@ def print_plan(resolved: Resolved, given: Mapping[str, str]) -> int:
         print(card_text)
     if pace is not None:
         print(pace_line(config, pace))
-    if (found := _placed(config, given)) is not None:
-        print(render(config, *found))
-        if "deadline_s" in given and found[0][0].seconds(config) > float(given["deadline_s"]):
+    if (found := _placed(resolved, given)) is not None:
+        print(render(*found))
+        if "deadline_s" in given and found[1][0].seconds(config) > float(given["deadline_s"]):
             print("the simulated step is longer than deadline_s: its formula has no tail of long answers and no waits")
     return 0
 
 
-def _placed(config: Config, given: Mapping[str, str]) -> tuple[list[PlacedRun], Any] | None:
-    """Return the placements on the cluster of a file, best first, and the work of a step; None without a file."""
+def _placed(resolved: Resolved, given: Mapping[str, str]) -> tuple[Config, list[PlacedRun], StepWork] | None:
+    """Return the configuration on the devices of the cluster of a file, its placements, best first, and the work of a
+    step; None without a file. Keys of the command line keep their values."""
     if not (named := [key for key in PLACEMENT if key in given]):
         return None
     if "cluster_file" not in given:
         raise Refused(f"{named[0]}={given[named[0]]} is of a placement: give cluster_file=FILE too")
     if (aim := given.get("aim", AIMS[0])) not in AIMS:
         raise Refused(f"aim={aim}: {' or '.join(AIMS)}")
-    mean = given.get("mean_tokens")
+    mean, cluster = given.get("mean_tokens"), read_cluster(Path(given["cluster_file"]))
+    config = on_devices(resolved.config, cluster)
+    own = [key for key, origin in resolved.origins.items() if origin == "command line"]
     work = work_of(config, None if mean is None else _number("mean_tokens", mean, "the tokens of a mean answer"))
     reward_s, tool_calls, tool_s = (_number(key, given.get(key, "0"), zero=True) for key in WAITS)
     work = replace(work, reward_s=reward_s, tool_calls=tool_calls, tool_s=tool_s)
-    cluster = read_cluster(Path(given["cluster_file"]))
     if "deadline_s" in given:
         if "aim" in given:
             raise Refused(f"aim={aim} and deadline_s={given['deadline_s']}: give one; with a deadline it is the size")
         deadline_s = _number("deadline_s", given["deadline_s"], "the seconds that a step may take")
-        found = smallest_cluster(config, cluster, work, deadline_s)
+        found = smallest_cluster(config, cluster, work, deadline_s, own)
     else:
-        found = best_placements(config, cluster, work, aim)
+        found = best_placements(config, cluster, work, aim, own)
     if "sigma" in given or not colocated(config):
         sigma = _number("sigma", given.get("sigma", "0"), "of the logarithm of the lengths of answers", zero=True)
         lengths = lognormal(work.response_tokens, sigma, config.rollout.max_response_tokens)
         found = paced(config, found, work, lengths)
-    return found, work
+    return config, found, work
 
 
 def print_simulated(resolved: Resolved, given: Mapping[str, str]) -> int:

@@ -1,0 +1,129 @@
+"""What `verl plan` prints of the placements of a run: a table with ranges, and data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from verl.bounds import size_text
+from verl.config.model_files import describe_model
+from verl.config.schema import Config
+from verl.planner.columns import aligned
+from verl.planner.disk import checkpoint_bytes, checkpoints_kept
+from verl.planner.latency import StepWork
+from verl.planner.mapping import RolePlacement, stages_of
+from verl.planner.placement import OTHERS, PlacedRun, corners, overrides, planned_roles, seconds_on
+
+
+def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
+    """Return the best placement as a table, with the range of its seconds, the overrides that configure it, and why the
+    next ones are slower."""
+    best = found[0]
+    one, stages, ends = best.placement, stages_of(planned_roles(config)), corners(best)
+    low_s, high_s = (seconds_on(config, best, end, work) for end in ends)
+    low, high = (one.price * s / one.step_s for s in (low_s, high_s))
+    price = f", {one.price:.2f} per step ({low:.2f} to {high:.2f})" if one.price else ""
+    used = {best.cluster[placed.group].device: None for placed in one.sets}
+    spreads = " and ".join(f"{spread:g}" for spread in sorted({device.spread for device in used}))
+    lines = [
+        f"placement about {one.step_s:.3g} s per step ({low_s:.3g} to {high_s:.3g}){price} on "
+        + " and ".join(f"{device.name} ({device.source})" for device in used),
+        *_pace_lines(config, best),
+        f"          range: if its devices reach {spreads} times the shares of the cluster file, or less by this factor;"
+        " the seconds of its stages are as uncertain",
+    ]
+    rows = [("devices", "roles", "GiB held at most", *(f"{stage}, s" for stage in stages))]
+    for placed, memory in zip(one.sets, best.memory, strict=True):
+        seconds = [f"{s:.3g}" if s else "-" for s in placed.times.seconds]
+        kind = f" {best.cluster[placed.group].device.name}" if best.mixed else ""
+        held = f"{memory.peak_bytes / 2**30:.1f} of {memory.room_bytes / 2**30:.1f} ({memory.phase})"
+        rows.append((f"{placed.times.devices}{kind}", " + ".join(placed.roles), held, *seconds))
+    lines += [f"          {row}" for row in aligned(rows)]
+    lines += [f"configure {' '.join(overrides(config, best))}", *beside_devices(config, best)]
+    lines += [f"no room   {line}" for line in best.without_room]
+    for other in found[1 : OTHERS + 1]:
+        gaps = [seconds_on(config, other, end, work) / s - 1 for end, s in zip(ends, (low_s, high_s))]
+        between = f" ({min(gaps):+.0%} to {max(gaps):+.0%})"
+        if other.simulated is not None:
+            between += f", simulated {other.seconds(config) / best.seconds(config) - 1:+.0%}"
+        lines.append(f"slower    {_sets_text(other)}: {_why(one, other.placement, stages, between)}")
+    return "\n".join(lines)
+
+
+def as_data(config: Config, found: Sequence[PlacedRun], work: StepWork) -> list[dict[str, object]]:
+    """Return the placements as data for JSON, best first: the seconds with their range, the devices of each set, and
+    the arguments that configure them."""
+    stages, kept = stages_of(planned_roles(config)), found[: OTHERS + 1]
+    ranges = [[seconds_on(config, placed, end, work) for end in corners(placed)] for placed in kept]
+    return [
+        {
+            "device": placed.at.device.name,
+            "step_s": placed.placement.step_s,
+            "step_s_range": between,
+            "price": placed.placement.price,
+            "price_range": [placed.placement.price * s / placed.placement.step_s for s in between],
+            "simulated": None if placed.simulated is None else asdict(placed.simulated.pace),
+            "layout": asdict(placed.layout),
+            "warnings": beside_devices(config, placed),
+            "sets": [
+                {
+                    "roles": one.roles,
+                    "devices": one.times.devices,
+                    "device": placed.cluster[one.group].device.name,
+                    "peak_bytes": memory.peak_bytes,
+                    "peak_phase": memory.phase,
+                    "room_bytes": memory.room_bytes,
+                    "seconds": dict(zip(stages, one.times.seconds)),
+                }
+                for one, memory in zip(placed.placement.sets, placed.memory, strict=True)
+            ],
+            "configure": overrides(config, placed),
+        }
+        for placed, between in zip(kept, ranges, strict=True)
+    ]
+
+
+def _pace_lines(config: Config, placed: PlacedRun) -> list[str]:
+    """Return a line with the simulated pace of a placement, if it has one."""
+    if (pace := placed.simulated) is None:
+        return []
+    steps, ahead = config.pipeline.sync_every, f"pipeline.staleness={config.pipeline.staleness:g}"
+    step_s = pace.text(lambda one: one.period_s / steps, ".3g", ".1g")
+    waits = pace.text(lambda one: one.wait_s / one.period_s, ".0%")
+    idle = pace.text(lambda one: one.idle_share, ".0%")
+    return [
+        f"          simulated with {ahead}: {step_s} s per step, in which the trainer waits {waits} and the rollout"
+        f" {idle} of the time"
+    ]
+
+
+def _sets_text(one: PlacedRun) -> str:
+    kinds = [f" {one.cluster[placed.group].device.name}" if one.mixed else "" for placed in one.placement.sets]
+    every = zip(one.placement.sets, kinds)
+    return " | ".join(f"{' + '.join(placed.roles)} on {placed.times.devices}{kind}" for placed, kind in every)
+
+
+def _why(best: RolePlacement, other: RolePlacement, stages: Sequence[str], between: str) -> str:
+    """Return how much longer a placement takes, with its range, and in which stage most of it."""
+    by_stage = [
+        max(placed.times.seconds[i] for placed in other.sets) - max(placed.times.seconds[i] for placed in best.sets)
+        for i in range(len(stages))
+    ]
+    worst = max(range(len(by_stage)), key=lambda i: by_stage[i])
+    longer = f"{other.step_s / best.step_s - 1:+.0%}{between}"
+    return f"{longer}, {by_stage[worst]:+.3g} s in {stages[worst]}"
+
+
+def beside_devices(config: Config, placed: PlacedRun) -> list[str]:
+    """Return a line for the disk and for the host memory of the policy's nodes if a run needs more of it than the
+    cluster file gives: for its checkpoints, and for the weights that a node publishes."""
+    kept = checkpoint_bytes(config) * checkpoints_kept(config, config.run.total_steps)
+    ranks = next(one.times.devices for one in placed.placement.sets if "actor" in one.roles)
+    here = min(ranks, placed.at.devices_per_node) / ranks  # the share of the shards that one node writes
+    staged = here * placed.at.device.item_bytes * describe_model(config.model.path).parameters
+    wants = {"disk_gb": ("checkpoints", kept), "host_memory_gb": ("the weights that a node publishes", staged)}
+    return [
+        f"warning   {key}={given:g} of {placed.at.device.name} is less than {size_text(int(size))} for {what}"
+        for key, (what, size) in wants.items()
+        if (given := getattr(placed.at, key)) and given * 1e9 < size
+    ]
