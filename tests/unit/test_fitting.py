@@ -23,7 +23,7 @@ from verl.config.schema import Config
 from verl.errors import Refused
 from verl.planner import fitting
 from verl.planner.fitting import MemoryCounter, best_placements, passes_of
-from verl.planner.hardware import DEVICES, Nodes
+from verl.planner.hardware import DEVICES, Nodes, read_cluster
 from verl.planner.latency import (
     RESERVE,
     Division,
@@ -32,10 +32,12 @@ from verl.planner.latency import (
     Stored,
     activation_bytes,
     divisions,
+    engine_pace,
     generate_s,
     held_bytes,
     infer_s,
     published_s,
+    summed_s,
     update_s,
 )
 from verl.planner.mapping import PlannedRole, Rules, best_devices, device_counts, divided, step_of, times_of
@@ -327,6 +329,32 @@ def test_a_base_in_codes_is_held_and_read_as_codes(recipes: dict[str, list[str]]
     assert steps[0] is not None and steps[1] is not None and steps[1] < steps[0]
     with pytest.raises(Refused, match="no placement fits"):  # codes are not divided among ranks
         best_placements(coded, [replace(card, device=replace(card.device, memory_gb=8))], work_of(coded))
+
+
+def test_products_in_fp8_and_the_latency_between_nodes_follow_by_hand(
+    recipes: dict[str, list[str]], tmp_path: Path
+) -> None:
+    """An H100 multiplies in FP8 2.001 times as fast; its weights are read as bytes and scales. Two nodes sum the
+    gradients of 32 layers, each of which waits for the network."""
+    size = ModelSize(parameters=8e9, active_parameters=8e9, layers=32, hidden=4096, kv_width=1024)
+    work = StepWork(sequences=4096, prompt_tokens=512, response_tokens=512, updates=2)
+    (tmp_path / "cluster.yaml").write_text(
+        "- {device: H100, nodes: 2, devices_per_node: 8, network_gbs: 50, network_us: 40}"
+    )
+    (far,) = read_cluster(tmp_path / "cluster.yaml")
+    near = replace(far, network_us=0.0)
+    over, inside = Division(8, 1, 2), Division(8, 1, 1)
+    assert summed_s(size, over, far, 4.0) - summed_s(size, over, near, 4.0) == pytest.approx(32 * 40e-6)
+    assert summed_s(size, inside, far, 4.0) == summed_s(size, inside, near, 4.0)
+    plain, fp8 = (engine_pace(size, 1, 1, far, replace(work, fp8=on), math.inf) for on in (False, True))
+    assert plain is not None and fp8 is not None
+    assert plain.prompts_s / fp8.prompts_s == pytest.approx(1979 / 989) and fp8.full_s <= plain.full_s
+    without = replace(far, device=DEVICES["A100-80"])
+    plain, fp8 = (engine_pace(size, 1, 1, without, replace(work, fp8=on), math.inf) for on in (False, True))
+    assert plain == fp8, "a device without FP8"
+    config = on_devices(load_config([*recipes["7B"], "rollout.dtype=fp8"]).config, [far])
+    rounded = rules_of(config, work_of(config), inside).work
+    assert rounded.fp8 and 1 < rounded.weight_bytes < 1.2
 
 
 # -- the search of sets ------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 `mapping.py` has the seconds of sets of roles whatever they hold. The search looks at placements in the order of these
 seconds. A set that it meets for the first time gets the seconds that it has with the answers at once and the passes for
-which its devices have memory, and its placement goes back into the order; sets without room have none."""
+which its devices have memory, and its placement is put back into the order; sets without room have none."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from verl.planner.mapping import (
 )
 from verl.planner.memory import CACHES, MemoryEstimate, kv_bytes_per_token, pool_rank_memory
 from verl.planner.placement import (
-    Passes,
+    PassSizes,
     PlacedRun,
     SetMemory,
     applied,
     layouts,
+    placement_settings,
     planned_roles,
     pool_names,
     rules_of,
     run_times,
-    settings_of,
     share_option,
 )
 
@@ -103,7 +103,7 @@ def smallest_cluster(
     return min(found, key=lambda one: one[:2])[2]
 
 
-def passes_of(config: Config, given: Collection[str] = ()) -> list[Passes]:
+def passes_of(config: Config, given: Collection[str] = ()) -> list[PassSizes]:
     """Return the passes of an update that are tried, from those of the configuration to the smallest ones: half as many
     tokens, down to those of the longest row, and then with all layers computed again."""
     longest, how = (
@@ -114,7 +114,7 @@ def passes_of(config: Config, given: Collection[str] = ()) -> list[Passes]:
     while tokens[-1] > longest and TOKENS not in given:
         tokens.append(max(longest, tokens[-1] // 2))
     ways = [how] if CHECKPOINTING in given or how == "full" else [how, "full"]
-    return [Passes(n, way) for way in ways for n in tokens]
+    return [PassSizes(n, way) for way in ways for n in tokens]
 
 
 class MemoryCounter:
@@ -127,11 +127,11 @@ class MemoryCounter:
         self._most = config.rollout.max_concurrent_sequences if ANSWERS in given else math.inf
         on_gpu = device_type_of(config, ROLLOUT) != "cpu"
         self._server = traits_of(config.rollout.engine).server and on_gpu and share_option(config) is not None
-        self._kept = dict[tuple[Division, Passes, tuple[str, ...], int], MemoryEstimate]()
+        self._kept = dict[tuple[Division, PassSizes, tuple[str, ...], int], MemoryEstimate]()
 
-    def of_rank(self, by: Division, passes: Passes, roles: tuple[str, ...], at_once: int) -> MemoryEstimate:
-        """Return the memory of the fullest rank of a pool with these roles, whose engine decodes so many answers at
-        once."""
+    def of_rank(self, by: Division, passes: PassSizes, roles: tuple[str, ...], at_once: int) -> MemoryEstimate:
+        """Return the memory of the fullest rank of a pool with these roles and an engine that decodes so many answers
+        at once."""
         key = (by, passes, roles, at_once)
         if key not in self._kept:
             settings = {
@@ -149,7 +149,7 @@ class MemoryCounter:
         return self._kept[key]
 
     def of_set(
-        self, by: Division, passes: Passes, roles: tuple[str, ...], at: Nodes, work: StepWork, engine: int, most: int
+        self, by: Division, passes: PassSizes, roles: tuple[str, ...], at: Nodes, work: StepWork, engine: int, most: int
     ) -> SetMemory:
         """Return the memory of a set with the most answers at once that fit, `most` at most; with one if none fits. A
         rank has `engine` devices."""
@@ -165,7 +165,7 @@ class MemoryCounter:
         found = self.of_rank(by, passes, roles, at_once)
         return SetMemory(peak_bytes=found.peak_bytes, phase=found.peak_phase, room_bytes=room, at_once=at_once)
 
-    def _most_that_fit(self, by: Division, passes: Passes, roles: tuple[str, ...], most: int, room: int) -> int:
+    def _most_that_fit(self, by: Division, passes: PassSizes, roles: tuple[str, ...], most: int, room: int) -> int:
         """Return the most answers at once that fit, `most` at most; 1 if none does. The bytes of each phase grow with
         them along a straight line, unless an engine rounds them up."""
         one = self.of_rank(by, passes, roles, 1)
@@ -187,7 +187,7 @@ class MemoryCounter:
     def _of_server(
         self,
         by: Division,
-        passes: Passes,
+        passes: PassSizes,
         roles: tuple[str, ...],
         at: Nodes,
         work: StepWork,
@@ -339,7 +339,7 @@ class _Search:
             memory=tuple(looked),
             cluster=self._cluster,
         )
-        config = applied(self._config, settings_of(self._config, placed))
+        config = applied(self._config, placement_settings(self._config, placed))
         if faults := [*placed_faults(config, "train")]:
             self._fault = faults[0]
             return None

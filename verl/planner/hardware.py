@@ -49,6 +49,9 @@ class Device:
     """The share of the shorter of reads and products of a decode step that the longer one hides."""
     link_us: float = 15.0
     """The microseconds of an all-reduce of few bytes between devices of a node."""
+    fp8_tflops: float = 0.0
+    """10^12 floating-point operations per second of dense products in FP8; 0: it has none, and multiplies in
+    bfloat16."""
     half_width: float = 0.0
     """The hidden size at which a pass takes twice the time of its products: the work beside them grows with the size,
     products with its square."""
@@ -60,6 +63,10 @@ class Device:
     def decode_flops(self, hidden: float) -> float:
         """Return those that a decode step reaches."""
         return self.flops(hidden) * (self.decode_share or self.compute_share) / self.compute_share
+
+    def faster(self, fp8: bool) -> float:
+        """Return how many times as fast products of rollout engines are: in FP8, if they multiply in it."""
+        return self.fp8_tflops / self.matrix_tflops if fp8 and self.fp8_tflops else 1.0
 
     @property
     def read(self) -> float:
@@ -76,6 +83,8 @@ class Nodes:
     devices_per_node: int
     network_gbs: float
     """Gigabytes per second from one node to the others, in one direction, for all its devices together."""
+    network_us: float = 0.0
+    """The microseconds of a collective of few bytes between nodes."""
     price_per_hour: float = 0.0
     """The price of one device."""
     host_memory_gb: float = 0.0
@@ -100,30 +109,38 @@ class Nodes:
 
 _SHEET = "data sheet of"
 _ROWS = (
-    # name, memory GB, memory GB/s, bfloat16 TFLOP/s without sparsity, GB/s to the other devices, source
-    ("A100-40", 40, 1555, 312, 300, f"{_SHEET} A100 SXM4 40 GB"),
-    ("A100-80", 80, 2039, 312, 300, f"{_SHEET} A100 SXM4 80 GB"),
-    ("H20", 96, 4000, 148, 450, f"{_SHEET} HGX H20"),
-    ("H100", 80, 3350, 989, 450, f"{_SHEET} H100 SXM5"),
-    ("H200", 141, 4800, 989, 450, f"{_SHEET} H200 SXM"),
-    ("B200", 180, 7700, 2250, 900, f"{_SHEET} HGX B200"),
-    ("L40S", 48, 864, 362, 32, f"{_SHEET} L40S, PCIe 4.0 x16 between devices"),
-    ("MI300X", 192, 5300, 1307, 448, f"{_SHEET} MI300X, seven links of 64 GB/s"),
-    ("Ascend-910B", 64, 0, 320, 196, "press reports, which do not agree on its memory bandwidth"),
+    # name, memory GB, memory GB/s, bfloat16 and FP8 TFLOP/s without sparsity, GB/s to the other devices, source
+    ("A100-40", 40, 1555, 312, 0, 300, f"{_SHEET} A100 SXM4 40 GB"),
+    ("A100-80", 80, 2039, 312, 0, 300, f"{_SHEET} A100 SXM4 80 GB"),
+    ("H20", 96, 4000, 148, 296, 450, f"{_SHEET} HGX H20"),
+    ("H100", 80, 3350, 989, 1979, 450, f"{_SHEET} H100 SXM5"),
+    ("H200", 141, 4800, 989, 1979, 450, f"{_SHEET} H200 SXM"),
+    ("B200", 180, 7700, 2250, 4500, 900, f"{_SHEET} HGX B200"),
+    ("L40S", 48, 864, 362, 733, 32, f"{_SHEET} L40S, PCIe 4.0 x16 between devices"),
+    ("MI300X", 192, 5300, 1307, 2615, 448, f"{_SHEET} MI300X, seven links of 64 GB/s"),
+    ("Ascend-910B", 64, 0, 320, 0, 196, "press reports, which do not agree on its memory bandwidth"),
 )
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
-        name: Device(name=name, memory_gb=gb, bandwidth_gbs=gbs, matrix_tflops=tflops, link_gbs=link, source=source)
-        for name, gb, gbs, tflops, link, source in _ROWS
+        name: Device(
+            name=name,
+            memory_gb=gb,
+            bandwidth_gbs=gbs,
+            matrix_tflops=tflops,
+            fp8_tflops=fp8,
+            link_gbs=link,
+            source=source,
+        )
+        for name, gb, gbs, tflops, fp8, link, source in _ROWS
     }
 )
 """The devices that a cluster file can name."""
 SHARES = ("compute_share", "bandwidth_share", "network_share", "decode_share", "overlap")
 NEEDED = ("memory_gb", "bandwidth_gbs", "matrix_tflops", "link_gbs")
-FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms", "sequence_us", "link_us", "half_width")
+FIGURES = (*NEEDED, *SHARES, "spread", "item_bytes", "step_ms", "sequence_us", "link_us", "half_width", "fp8_tflops")
 """The fields of `Device` that a cluster file can replace."""
-MAY_BE_ZERO = ("step_ms", "sequence_us", "link_us", "half_width", "overlap")
-_MAY_LACK = ("price_per_hour", "host_memory_gb", "disk_gb")
+MAY_BE_ZERO = ("step_ms", "sequence_us", "link_us", "half_width", "overlap", "fp8_tflops")
+_MAY_LACK = ("network_us", "price_per_hour", "host_memory_gb", "disk_gb")
 _OF_NODES = ("nodes", "devices_per_node", "network_gbs", *_MAY_LACK)
 
 

@@ -67,6 +67,8 @@ class StepWork:
     """The seconds from an answer to its reward, its calls of tools on average, and the seconds of one of them."""
     at_once: int = 0
     """The most answers that an engine decodes at once; 0: as many as its memory has room for."""
+    fp8: bool = False
+    """Engines multiply in FP8, where a device can."""
     weight_bytes: float = 0.0
     """The bytes of a weight that a decode step reads, for engines that compute with codes; 0: those of an item."""
 
@@ -176,7 +178,7 @@ def _reduced_bytes(model: ModelSize, tensor: int, at: Nodes, tokens: float) -> f
 
 def summed_s(model: ModelSize, by: Division, at: Nodes, item_bytes: float) -> float:
     """Return the seconds in which replicas sum gradients and return weights: `item_bytes` per parameter, both together.
-    A ring moves them between nodes once if a node has several replicas of a part."""
+    A ring moves them between nodes once if a node has several replicas of a part, layer by layer."""
     if by.replicas == 1:
         return 0.0
     model_devices = by.tensor * by.pipeline
@@ -186,7 +188,8 @@ def summed_s(model: ModelSize, by: Division, at: Nodes, item_bytes: float) -> fl
         return moved / at.link
     on_node = min(1.0, at.devices_per_node / model_devices)  # the share of a model on one node
     rings = max(1, nodes * on_node)  # nodes of one ring
-    return (rings - 1) / rings * item_bytes * model.parameters * on_node / at.network
+    moved_s = (rings - 1) / rings * item_bytes * model.parameters * on_node / at.network
+    return moved_s + (rings > 1) * model.layers / by.pipeline * at.network_us / 1e6
 
 
 def decoded_s(model: ModelSize, by: Division, at: Nodes, stored: Stored) -> float:
@@ -247,14 +250,17 @@ def engine_pace(
     batch = math.ceil(share / waves)
     context = work.prompt_tokens + work.response_tokens / 2
     read = (work.weight_bytes or at.device.item_bytes) * model.active_parameters
-    products = batch * model.forward_flops(context) / (tensor * at.device.decode_flops(model.hidden))
+    faster = at.device.faster(work.fp8)
+    products = batch * model.forward_flops(context) / (tensor * at.device.decode_flops(model.hidden) * faster)
     reduces = (tensor > 1) * REDUCES * model.layers
     fixed = reduces * at.device.link_us / 1e6 + at.device.step_ms / 1000
     added = reduces * _reduced_bytes(model, tensor, at, batch) / at.link + batch * at.device.sequence_us / 1e6
     reads = (read + batch * context * kv_bytes) / (tensor * at.device.read)
     full = max(reads, products) + (1 - at.device.overlap) * min(reads, products) + added
     prompt_tokens = share * work.prompt_tokens / work.prompt_shares
-    prompts = prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops(model.hidden))
+    prompts = (
+        prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops(model.hidden) * faster)
+    )
     prompts += reduces * _reduced_bytes(model, tensor, at, prompt_tokens) / at.link
     return EnginePace(waves, batch, read / (tensor * at.device.read) + fixed, full + fixed, prompts)
 

@@ -55,7 +55,7 @@ NO_GPU = ("Ascend-910B",)
 
 
 @dataclass(frozen=True, slots=True)
-class Passes:
+class PassSizes:
     """How an update is cut into passes (`step.max_tokens_per_microbatch`, `model.gradient_checkpointing`)."""
 
     micro_tokens: int
@@ -88,7 +88,7 @@ class PlacedRun:
 
     layout: Division
     """The division of every model."""
-    passes: Passes
+    passes: PassSizes
     placement: RolePlacement
     memory: tuple[SetMemory, ...]
     """By set."""
@@ -97,7 +97,7 @@ class PlacedRun:
     simulated: Replayed | None = None
     """Its pace with the staleness of the run, where rollout and training work beside each other."""
     without_room: tuple[str, ...] = ()
-    """Of the best placement: a line for each set of roles that fits on no devices with which it was tried."""
+    """A line for each set of roles that fits on no devices with which it was tried; the best placement has them."""
 
     def nodes_of(self, role: str) -> Nodes:
         """Return the node group on which a role is."""
@@ -209,7 +209,8 @@ def rules_of(config: Config, work: StepWork, layout: Division) -> Rules:
         work = replace(work, reward_s=0.0, tool_calls=0.0)
     if reads_codes(config) or config.rollout.dtype == FP8:
         model = describe_model(config.model.path)
-        work = replace(work, weight_bytes=wire_bytes(config, model) / model.parameters)
+        coded = wire_bytes(config, model) / model.parameters
+        work = replace(work, weight_bytes=coded, fp8=config.rollout.dtype == FP8)
     sent = version_bytes(config) / config.pipeline.sync_every
     return Rules(work=work, stored=stored_of(config), layout=layout, engines=engines, version_bytes=sent)
 
@@ -218,7 +219,7 @@ def run_times(
     roles: Sequence[PlannedRole],
     cluster: Sequence[Nodes],
     rules: Rules,
-    passes: Passes,
+    passes: PassSizes,
     engine: tuple[int, int] | None = None,
 ) -> Times:
     """Return the seconds of sets of a run's roles, whatever they hold: `fitting.py` counts their bytes. An engine that
@@ -309,7 +310,7 @@ def on_devices(config: Config, cluster: Sequence[Nodes]) -> Config:
     return changed(config, {"model.device": "cuda"}) if gpus and config.model.device == "auto" else config
 
 
-def settings_of(config: Config, placed: PlacedRun) -> dict[str, Any]:
+def placement_settings(config: Config, placed: PlacedRun) -> dict[str, Any]:
     """Return the keys that configure a placement with their values; engine options have keys of their own. Devices of
     several kinds are resources of Ray with the names of the cluster file."""
     home = next(one for one in placed.placement.sets if "actor" in one.roles)
@@ -360,7 +361,7 @@ def share_option(config: Config) -> str | None:
 
 
 def applied(config: Config, settings: Mapping[str, Any]) -> Config:
-    """Return the configuration with these settings, as `settings_of` returns them."""
+    """Return the configuration with these settings, as `placement_settings` returns them."""
     prefix = "rollout.engine_options."
     options = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
     values = {key: value for key, value in settings.items() if not key.startswith(prefix)}
@@ -371,7 +372,7 @@ def applied(config: Config, settings: Mapping[str, Any]) -> Config:
 
 def overrides(config: Config, placed: PlacedRun) -> list[str]:
     """Return the arguments of verl that configure a placement."""
-    return [shlex.quote(f"{key}={_text(value)}") for key, value in settings_of(config, placed).items()]
+    return [shlex.quote(f"{key}={_text(value)}") for key, value in placement_settings(config, placed).items()]
 
 
 def _text(value: object) -> str:

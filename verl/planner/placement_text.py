@@ -1,4 +1,4 @@
-"""What `verl plan` prints of the placements of a run: a table with ranges, and data for JSON."""
+"""The placements of a run as `verl plan` prints them: a table with ranges, and data for JSON."""
 
 from __future__ import annotations
 
