@@ -1488,8 +1488,18 @@ MUTANTS = (
     ),
     Mutant("accel/cuda/experts.py", "pair // EACH", "pair", CUDA),
     Mutant("accel/cuda/sampling.py", "tl.where(temperature == 0, greedy, drawn)", "drawn", CUDA),
-    Mutant("rollout/native/model.py", "[(0, 0), *zip(self._sizes, ends)]", "[(0, 0), *zip(ends, ends)]", PROMPTS),
-    Mutant("rollout/native/model.py", "if ends != self._sizes else None", "if not ends else None", PROMPTS),
+    Mutant(
+        "rollout/native/model.py",
+        "[(0, 0), *zip(self._sizes, ends)]",
+        "[(0, 0), *zip(self._sizes, self._sizes)]",
+        PROMPTS,
+    ),
+    Mutant(
+        "rollout/native/model.py",
+        "(past[layer, kind].transpose(0, 1), own)",
+        "(own, past[layer, kind].transpose(0, 1))",
+        PROMPTS,
+    ),
     Mutant(
         "rollout/native/model.py",
         "self._longest = max(self._sizes), max(ends)",
