@@ -129,7 +129,8 @@ TAKEN = [line for line in public_lines() if not line.reason]
 def cases() -> list[object]:
     full = pytest.mark.full("the quick ones are of each kind, and tests/unit/test_compat.py takes all of them")
     marks = {line: () if any(part in line.name for part in QUICK) else full for line in TAKEN}
-    later = (line for line in TAKEN if SLOW in line.name or (has_lora(line) and marks[line] is full))
+    of_lora = {line for line in TAKEN if has_lora(line) or any("lora_adapter_path" in arg for arg in line.args)}
+    later = (line for line in TAKEN if SLOW in line.name or (line in of_lora and marks[line] is full))
     marks |= dict.fromkeys(later, pytest.mark.slow)
     return [pytest.param(line, id=line.name, marks=marks[line]) for line in TAKEN]
 
