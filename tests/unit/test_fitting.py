@@ -158,6 +158,26 @@ def test_keys_of_the_command_line_keep_their_values(
     assert steps[1] > 2 * steps[0]  # eight answers at once, and not all
 
 
+def test_a_server_takes_the_share_that_models_leave_or_the_one_that_is_given(recipes: dict[str, list[str]]) -> None:
+    """Alone it takes the 90% that a run has of each device; beside the actor less; a given share stays."""
+    vllm, key = (
+        ["rollout.engine=vllm", "rollout.python=/usr/bin/python3"],
+        "rollout.engine_options.gpu_memory_utilization",
+    )
+    at, taken = nodes("H100", 1), {}
+    for placement, share in (("split", None), ("colocated", None), ("split", 0.6)):
+        args = [*recipes["7B"], *vllm, f"pipeline.placement={placement}", *([f"{key}={share}"] if share else [])]
+        config = on_devices(load_config(args).config, [at])
+        best = best_placements(config, [at], work_of(config), given=[key] if share else [])[0]
+        printed = [float(arg.partition("=")[2]) for arg in overrides(config, best) if arg.startswith(key)]
+        engines, memory = best.engines
+        whole = at.device.memory_gb * 1e9 * engines.engine_devices
+        assert printed == ([] if share or memory.share == 0.5 else [memory.share])
+        assert memory.share * whole <= memory.peak_bytes <= memory.room_bytes
+        taken[placement, share] = memory.share
+    assert taken["split", None] == 0.9 and taken["split", 0.6] == 0.6 and 0 < taken["colocated", None] < 0.9
+
+
 @pytest.mark.parametrize(
     ("model", "at", "more"),
     [

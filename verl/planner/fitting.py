@@ -127,6 +127,9 @@ class MemoryCounter:
         self._most = config.rollout.max_concurrent_sequences if ANSWERS in given else math.inf
         on_gpu = device_type_of(config, ROLLOUT) != "cpu"
         self._server = traits_of(config.rollout.engine).server and on_gpu and share_option(config) is not None
+        option, options = share_option(config), config.rollout.engine_options
+        kept = f"rollout.engine_options.{option}" in given
+        self._share = float(options[option]) if option is not None and kept else None  # else the default gives way
         self._kept = dict[tuple[Division, PassSizes, tuple[str, ...], int], MemoryEstimate]()
 
     def of_rank(self, by: Division, passes: PassSizes, roles: tuple[str, ...], at_once: int) -> MemoryEstimate:
@@ -197,22 +200,15 @@ class MemoryCounter:
     ) -> SetMemory:
         """Return the memory of a set with a server, which takes a share of its devices whatever it decodes: all that
         the others leave in the rollout, or the share that is given."""
-        found, whole, name = (
-            self.of_rank(by, passes, roles, 1),
-            engine * 1e9 * at.device.memory_gb,
-            share_option(self._config),
-        )
+        found, whole = self.of_rank(by, passes, roles, 1), engine * 1e9 * at.device.memory_gb
         others = sum(found.items[item] for item in found.phases[ROLLOUT] if item not in ENGINE)
-        given = self._config.rollout.engine_options.get(str(name))
-        share = given or max(0.01, math.floor(100 * (room - others) / whole) / 100)
+        share = self._share or max(0.01, math.floor(100 * (room - others) / whole) / 100)
         model = describe_model(self._config.model.path)
         answer = kv_bytes_per_token(model, rollout_dtype(self._config)) * work.row_tokens
         at_once = min(most, int((share * whole - found.items["rollout weights"]) / answer))
         taken = others + int(max(share * whole, found.items["rollout weights"] + answer))
         peak, phase = max((taken, ROLLOUT), (found.peak_bytes, found.peak_phase))
-        return SetMemory(
-            peak_bytes=peak, phase=phase, room_bytes=room, at_once=max(1, at_once), share=0.0 if given else share
-        )
+        return SetMemory(peak_bytes=peak, phase=phase, room_bytes=room, at_once=max(1, at_once), share=share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -350,8 +350,9 @@ def _sizes(config: Config, placed: PlacedRun) -> dict[str, Any]:
     out |= {key: value for key, (known, value) in wanted.items() if value != known}
     if engines.engine_devices > 1:
         out["rollout.engine_options.tensor_parallel_size"] = engines.engine_devices
-    if memory.share:
-        out[f"rollout.engine_options.{share_option(config)}"] = memory.share
+    option = share_option(config)
+    if memory.share and memory.share != config.rollout.engine_options.get(str(option)):
+        out[f"rollout.engine_options.{option}"] = memory.share
     return out
 
 
