@@ -77,7 +77,8 @@ PARTS: Mapping[str, Part] = {
         limits="gloo on one machine; NCCL and several machines: never",
     ),
     "model.megatron": Part(
-        about="Megatron-Core 0.19 in an environment of its own: tensor, pipeline, expert and data ranks, padded rows",
+        about="Megatron-Core 0.19 in an environment of its own: tensor, pipeline and data ranks, expert ranks among "
+        "tensor and data ranks, chunks of stages, shared experts, padded rows",
         proof={"cpu": ".venv-megatron/bin/python -m pytest -q tests/megatron/test_gate_megatron.py"},
         limits="its local layers on gloo; Transformer Engine, NCCL and GPUs: never",
     ),
