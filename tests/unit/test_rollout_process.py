@@ -36,7 +36,7 @@ import os, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
 child = subprocess.Popen([sys.executable, "-c", deaf])
-print("child", child.pid, flush=True)
+print(f"child {child.pid}", flush=True)  # one write, so that whoever finds the word finds the number too
 time.sleep(600)
 """
 
