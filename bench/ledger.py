@@ -1,12 +1,13 @@
 """The simulator beside the time ledgers of real runs.
 
-    python bench/ledger.py [--record [FOLDER]]
+    python bench/ledger.py [--record]
 
-Small runs of GRPO in one process and one thread, whose answers have given lengths. The decode step and the seconds of
-each phase are learned from the ledger of the first run; those of the others, with other groups, answers and batches,
-are predicted by the simulated run and compared with their ledgers, in CPU seconds. A run that FOLDER has is not run
-again. With --record it writes bench/records/planner/ledger.json, its part of bench/RESULTS.md and its line in
-docs/planning.md; without, it compares what the record has.
+Small runs of GRPO, each in one process and one thread, whose answers have given lengths. They take turns, a step each,
+so that a machine whose speed changes by the minute serves all of them alike. The decode step and the seconds of each
+phase are learned from the ledger of the first run; those of the others, with other groups, answers and batches, are
+predicted by the simulated run and compared with their ledgers, in CPU seconds. With --record it writes
+bench/records/planner/ledger.json, its part of bench/RESULTS.md and its line in docs/planning.md; without, it compares
+what the record has.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ SIGMA, ALTERNATING = 0.6, (0.1, 1.0)
 REFERENCE = ("algorithm.kl_loss_coef=0.01",)
 """A frozen reference is a phase of its own."""
 SHAPES: Mapping[str, tuple[Shape, int]] = {
-    "learned from": (Shape(4, 256, 4, 4, 24, 128, more=REFERENCE), 48),
-    "groups of 8": (Shape(4, 256, 4, 8, 24, 128, more=REFERENCE), 48),
-    "answers twice as long": (Shape(4, 256, 4, 4, 24, 256, more=REFERENCE), 96),
-    "8 prompts, 2 updates": (Shape(4, 256, 8, 4, 24, 128, 2, more=REFERENCE), 48),
+    "learned from": (Shape(4, 256, 8, 4, 24, 256, more=REFERENCE), 96),
+    "groups of 8": (Shape(4, 256, 8, 8, 24, 256, more=REFERENCE), 96),
+    "answers twice as long": (Shape(4, 256, 8, 4, 24, 512, more=REFERENCE), 192),
+    "16 prompts, 2 updates": (Shape(4, 256, 16, 4, 24, 256, 2, more=REFERENCE), 96),
 }
 """Name of a run -> its sizes, and the mean of its log-normal answers."""
 STEP_WITHIN, PHASE_WITHIN = 0.10, 0.15
 SMALL = 0.02
 """A stage with less than this share of a step is not compared."""
-CPU = "bench_cpu_s/"
+CPU, TURN, END_S = "bench_cpu_s/", "turn", 300.0
+"""The prefix of a phase's CPU seconds, the line that ends a step, and the longest wait for the end of a run."""
 MACHINE = Nodes(device=NOMINAL, nodes=1, devices_per_node=1, network_gbs=5)
 
 
@@ -67,7 +69,8 @@ def lengths_of(name: str) -> list[list[int]]:
 
 
 def measure(name: str, folder: Path) -> None:
-    """Run the steps of a run, and write the CPU seconds of the phases of each."""
+    """Run the steps of a run, and write the CPU seconds of the phases of each. After each step it prints a line, and
+    waits for one before the next."""
     import torch
 
     import verl.driver.run
@@ -77,12 +80,45 @@ def measure(name: str, folder: Path) -> None:
     torch.set_num_threads(1)
     verl.driver.run.Step = step_of  # type: ignore[assignment, misc]
     force_lengths(lengths_of(name))
-    lines = list[dict[str, float]]()
+    steps = list[dict[str, float]]()
+
+    def on_step(number: int, values: Mapping[str, float]) -> None:
+        if CPU + "rollout" in values:
+            steps.append(phases_of(values))
+            print(TURN, flush=True)
+            sys.stdin.readline()
+
     with tempfile.TemporaryDirectory() as made:
         args = arguments_of(SHAPES[name][0], Path(made), STEPS)
-        run_rl(load_config(args), on_step=lambda number, values: lines.append(dict(values)), quiet=True)
-    found = [phases_of(values) for values in lines if "bench_cpu_s/rollout" in values]
-    (folder / f"{name}.json").write_text(json.dumps(found))
+        run_rl(load_config(args), on_step=on_step, quiet=True)
+    (folder / f"{name}.json").write_text(json.dumps(steps))
+
+
+def take_turns(folder: Path) -> None:
+    """Run all runs, of which one at a time makes a step.
+
+    Raises:
+        CalledProcessError: a run failed.
+    """
+    command = [sys.executable, __file__, "one"]
+    each = list[subprocess.Popen[str]]()
+    try:
+        for turn in range(STEPS):
+            for at, name in enumerate(SHAPES):
+                if turn == 0:
+                    started = [*command, name, str(folder)]
+                    each.append(subprocess.Popen(started, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+                else:
+                    print(file=each[at].stdin, flush=True)
+                if not any(line.strip() == TURN for line in each[at].stdout or ()):
+                    raise subprocess.CalledProcessError(each[at].wait(), [*command, name])
+        for one in each:
+            one.communicate(timeout=END_S)
+            if one.returncode:
+                raise subprocess.CalledProcessError(one.returncode, one.args)
+    finally:
+        for one in each:
+            one.kill()
 
 
 def phases_of(values: Mapping[str, float]) -> dict[str, float]:
@@ -177,18 +213,15 @@ def main(argv: Sequence[str]) -> int:
         return 0
     records = json.loads(RECORD.read_text()) if "--record" not in argv else {}
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(argv[1]) if len(argv) > 1 else Path(made)
-        for name in SHAPES if not records else ():
-            folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / f"{name}.json").is_file():
-                subprocess.run([sys.executable, __file__, "one", name, str(folder)], check=True)
-            records[name] = json.loads((folder / f"{name}.json").read_text())
+        if not records:
+            take_turns(Path(made))
+            records = {name: json.loads((Path(made) / f"{name}.json").read_text()) for name in SHAPES}
         table, line = compared(records, Path(made))
     about = (
-        f"Command: `python bench/ledger.py --record`: {len(SHAPES)} runs of {STEPS} steps, of which the first {WARM} "
-        "and the last do not count, with answers of given log-normal lengths. The decode step and the seconds of each "
-        "phase are learned from the first one's time ledger, and scaled by the planner's work; the others are "
-        f"simulated. {line}"
+        f"Command: `python bench/ledger.py --record`: {len(SHAPES)} runs of {STEPS} steps in turns, of which the "
+        f"first {WARM} and the last do not count, with answers of given log-normal lengths. The decode step and "
+        "the seconds of each phase are learned from the first one's time ledger, and scaled by the planner's "
+        f"work; the others are simulated. {line}"
     )
     print(table.markdown(), about, sep="\n\n")
     if "--record" in argv:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +46,8 @@ WAITS = ("reward_s", "tool_calls", "tool_s")
 SHAPE = ("mean_tokens", "sigma")
 FEWEST_ROLLOUTS, AGREES = 3, 0.1
 """Rollouts that determine a decode step, and the mean relative error with which it agrees with them."""
+REWEIGHTED, ERROR_FLOOR = 50, 1e-4
+"""Rounds of least squares, each weighted by the errors of the one before, and the least error that weighs."""
 LEAST_APART = 0.02
 """The least singular value of the counts of decode steps and tokens, of the largest, at which both times follow."""
 RELEASED = tuple(f"groups/{reason}" for reason in ("rejected", "invalid", "failed", "dropped"))
@@ -133,18 +134,24 @@ def decoding_of(
     rollouts: Sequence[tuple[float, Sequence[int]]], sequences: int, within: float = AGREES
 ) -> Decoding | None:
     """Return the decode step of one replica of so many sequences that agrees best with rollouts of (seconds, tokens of
-    each answer): all decode steps take `base_s`, and each token adds `sequence_s`. Rollouts without tokens or without
-    time do not count. None if the lengths are too much alike to tell the two apart, or the seconds differ from it by
-    more than the relative error `within` on average."""
+    each answer): all decode steps take `base_s`, and each token adds `sequence_s`. It is the one with the least mean
+    relative error, which a few rollouts that were held up by something else hardly move. Rollouts without tokens or
+    without time do not count. None if the lengths are too much alike to tell the two apart, or if that error is more
+    than `within`."""
     rollouts = [(s, tokens) for s, tokens in rollouts if s > 0 and any(tokens)]
     if len(rollouts) < FEWEST_ROLLOUTS:
         return None
     counts = np.array([(_decode_steps(tokens, sequences), sum(tokens)) for _, tokens in rollouts], float)
     shares = counts / np.array([[s] for s, _ in rollouts])  # so that errors are relative
     norms = np.linalg.norm(shares, axis=0)
-    (base_s, sequence_s), _, _, singular = np.linalg.lstsq(shares / norms, np.ones(len(shares)), rcond=None)
-    error = math.sqrt(np.mean((shares / norms @ (base_s, sequence_s) - 1) ** 2))
-    if singular[-1] < LEAST_APART * singular[0] or base_s <= 0 or sequence_s < 0 or error > within:
+    singular = np.linalg.svd(shares / norms, compute_uv=False)
+    weights = np.ones(len(shares))
+    for _ in range(REWEIGHTED):  # squares weighted by 1 / error are absolute errors
+        found = np.linalg.lstsq(shares / norms * weights[:, None], weights, rcond=None)[0]
+        errors = np.abs(shares / norms @ found - 1)
+        weights = 1 / np.sqrt(np.maximum(errors, ERROR_FLOOR))
+    base_s, sequence_s = found
+    if singular[-1] < LEAST_APART * singular[0] or base_s <= 0 or sequence_s < 0 or errors.mean() > within:
         return None
     return Decoding(base_s=float(base_s / norms[0]), sequence_s=float(sequence_s / norms[1]))
 
