@@ -12,7 +12,8 @@ from verl.config.model_files import describe_model, read_model_config, text_conf
 from verl.config.schema import Config
 
 KEY = "rollout.engine_options.replay_routes=true"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERTS, CHOSEN = ("num_experts", "num_local_experts", "n_routed_experts"), "num_experts_per_tok"
+"""The keys of config.json for the routed experts of a layer, and for those that a token passes through."""
 
 
 @runtime_checkable

@@ -33,6 +33,10 @@ class ModelSize:
     hidden: int
     kv_width: int
     """The numbers of a key, over all heads of a layer, on average."""
+    expert_parameters: float = 0.0
+    """The parameters of all routed experts."""
+    active_expert_parameters: float = 0.0
+    """Those of the experts that one token passes through."""
 
     @property
     def kv_values(self) -> int:
@@ -42,6 +46,14 @@ class ModelSize:
     def forward_flops(self, context: float) -> float:
         """Return the operations of a forward pass per token, in rows of `context` tokens."""
         return 2 * self.active_parameters + 2 * self.layers * self.hidden * context
+
+    def read_parameters(self, tokens: int) -> float:
+        """Return the parameters that a pass over this number of tokens reads: of the routed experts each that a token
+        is sent to, where all experts are as likely."""
+        if not self.expert_parameters:
+            return self.active_parameters
+        missed = (1 - self.active_expert_parameters / self.expert_parameters) ** tokens
+        return self.active_parameters - self.active_expert_parameters + (1 - missed) * self.expert_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +239,7 @@ class EnginePace:
     batch: int
     """The sequences that it decodes at once."""
     empty_s: float
-    """The seconds of a decode step beside its sequences: the weights are read."""
+    """The seconds of a decode step beside its sequences: the weights are read, of experts those of one token."""
     full_s: float
     """The seconds of a decode step with `batch` sequences."""
     prompts_s: float
@@ -249,20 +261,21 @@ def engine_pace(
     waves = math.ceil(share / most)
     batch = math.ceil(share / waves)
     context = work.prompt_tokens + work.response_tokens / 2
-    read = (work.weight_bytes or at.device.item_bytes) * model.active_parameters
+    weight_bytes = work.weight_bytes or at.device.item_bytes
+    weights, first = (weight_bytes * model.read_parameters(tokens) for tokens in (batch, 1))
     faster = at.device.faster(work.fp8)
     products = batch * model.forward_flops(context) / (tensor * at.device.decode_flops(model.hidden) * faster)
     reduces = (tensor > 1) * REDUCES * model.layers
     fixed = reduces * at.device.link_us / 1e6 + at.device.step_ms / 1000
     added = reduces * _reduced_bytes(model, tensor, at, batch) / at.link + batch * at.device.sequence_us / 1e6
-    reads = (read + batch * context * kv_bytes) / (tensor * at.device.read)
+    reads = (weights + batch * context * kv_bytes) / (tensor * at.device.read)
     full = max(reads, products) + (1 - at.device.overlap) * min(reads, products) + added
     prompt_tokens = share * work.prompt_tokens / work.prompt_shares
     prompts = (
         prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops(model.hidden) * faster)
     )
     prompts += reduces * _reduced_bytes(model, tensor, at, prompt_tokens) / at.link
-    return EnginePace(waves, batch, read / (tensor * at.device.read) + fixed, full + fixed, prompts)
+    return EnginePace(waves, batch, first / (tensor * at.device.read) + fixed, full + fixed, prompts)
 
 
 def generate_s(

@@ -39,7 +39,7 @@ from verl.planner.mapping import (
 )
 from verl.planner.memory import wire_bytes
 from verl.planner.simulate import Lengths
-from verl.planner.sizes import parameters_used
+from verl.planner.sizes import expert_parameters_used, parameters_used
 from verl.planner.what_if import Replayed, replayed, workload_of
 from verl.wire import FP8
 from verl.workers.pools import MAIN, NO_MODEL
@@ -173,6 +173,8 @@ def size_of(model: ModelFacts) -> ModelSize:
         layers=model.layers,
         hidden=model.hidden,
         kv_width=model.kv_heads * model.head_dim * (model.layers - model.states.layers) // model.layers,
+        expert_parameters=model.expert_parameters,
+        active_expert_parameters=expert_parameters_used(model),
     )
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from verl.algorithms.presets import find, settled
 from verl.algorithms.sections import CriticConfig
 from verl.config.adapter import teacher_models
 from verl.config.backends import options_of, rollout_caches
 from verl.config.devices import rollout_dtype
-from verl.config.model_files import ModelFacts, describe_model
+from verl.config.model_files import ModelFacts, describe_model, read_model_config, text_config
+from verl.config.routes import CHOSEN, EXPERTS
 from verl.config.schema import Config, OptimConfig
 from verl.driver.dispatch import count_microbatches
 from verl.driver.scheduler import Scheduler
@@ -182,5 +184,17 @@ def teacher_share(config: Config) -> float | None:
 
 def parameters_used(model: ModelFacts) -> int:
     """Return the parameters that a token is multiplied with: of the experts only the active ones, no lookup tables."""
-    active = 3 * model.layers * model.hidden * model.intermediate if model.expert_parameters else 0
-    return model.parameters - model.expert_parameters + active - (0 if model.tied else model.embedding_parameters)
+    tables = 0 if model.tied else model.embedding_parameters
+    return model.parameters - model.expert_parameters + expert_parameters_used(model) - tables
+
+
+def expert_parameters_used(model: ModelFacts) -> int:
+    """Return the parameters of the routed experts that a token passes through; by the width of the active ones where
+    config.json does not have their number."""
+    if not model.expert_parameters:
+        return 0
+    config = text_config(read_model_config(Path(model.folder)))
+    chosen, experts = config.get(CHOSEN), next(filter(None, map(config.get, EXPERTS)), None)
+    if chosen and experts:
+        return model.expert_parameters * chosen // experts
+    return min(model.expert_parameters, 3 * model.layers * model.hidden * model.intermediate)
