@@ -2,8 +2,8 @@
 
     python bench/ledger.py [--record]
 
-Small runs of GRPO, each in one process and one thread, whose answers have given lengths. They take turns, a step each,
-so that a machine whose speed changes by the minute serves all of them alike. The decode step and the seconds of each
+Small runs of GRPO, each in one process and one thread, with answers of given lengths. They take turns, a step each,
+so that a machine that is slower in some minutes serves all of them alike. The decode step and the seconds of each
 phase are learned from the ledger of the first run; those of the others, with other groups, answers and batches, are
 predicted by the simulated run and compared with their ledgers, in CPU seconds. With --record it writes
 bench/records/planner/ledger.json, its part of bench/RESULTS.md and its line in docs/planning.md; without, it compares
