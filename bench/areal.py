@@ -2,7 +2,7 @@
 
     python bench/areal.py
 
-Nothing is fitted: the text does not say how long the answers are, so that each row is predicted for several means.
+The one free number is the mean length of the answers, which no text gives: each row is predicted for several.
 Writes its part of bench/RESULTS.md (bench/sections/areal.md).
 """
 
@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
     head = ("model", "mean tokens", *shares, "published")
     gains = Table("Throughput by requests that continue under new weights", head, tuple(gains_of(page)))
     about = (
-        "Command: `python bench/areal.py`. Nothing is fitted. The paper does not say how long the answers are, on "
+        "Command: `python bench/areal.py`. The paper does not say how long the answers are, on "
         "which both times depend: each row is predicted for several means. A mean of 5,500 tokens gives the factors "
         "of both models. The gain of requests that continue is given for four nodes, without the division of the "
         "devices and the lengths there: it is 0 where the trainer is the slower side, and mostly more than was "
