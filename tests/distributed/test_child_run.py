@@ -83,6 +83,9 @@ def test_a_run_of_megatron_goes_on_after_a_kill_in_another_layout_and_with_anoth
     out = capsys.readouterr().out
     assert f"of actor (process {killed[0]}) died: killed by SIGKILL" in out
     assert "starting again from the last checkpoint (1 of 3 times)" in out
+    assert "without Transformer Engine rows are padded to the longest of a pass" in out
+    version = subprocess.check_output([str(python), "-c", "import sys; print(*sys.version_info[:2])"], text=True)
+    assert ("declares Python 3.12; it runs on 3.11" in out) == (version.split() == ["3", "11"])
     small_run(there, tiny_model, data, *ranks, "run.total_steps=3")
     small_run(there, tiny_model, data, *SAME, *RANKS, "run.total_steps=4")
     compare(here, there, tiny_model, 4)

@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from verl.errors import Refused
 from verl.model_engine import megatron_shims
+from verl.model_engine.megatron import PADDED
 from verl.model_engine.megatron_shims import check_version
 
 TIED, BIASES = "qwen3, tied", "llama, biases"
@@ -38,6 +39,10 @@ GRID = [  # layout, model, role, a shared prompt, a rank without rows
     ("TP", TIED, "actor", True, False),
     ("TP", BIASES, "critic", True, False),
     ("TP", "qwen2", "reward_model", True, False),
+    ("PP", "qwen2", "reward_model", True, False),
+    ("DP", TIED, "reward_model", True, True),
+    ("EP", EXPERTS, "critic", True, False),
+    ("TP x DP", BIASES, "reference", True, True),
     ("PP", TIED, "actor", True, False),
     ("PP", BIASES, "actor", False, False),
     ("PP", "qwen2", "critic", True, False),
@@ -127,11 +132,14 @@ def test_another_version_is_refused_with_the_one_to_install(found, words, monkey
         check_version()
 
 
-def test_a_python_that_megatron_does_not_declare_is_a_line_and_no_refusal(caplog, monkeypatch):
-    monkeypatch.setattr(megatron_shims.sys, "version_info", (3, 11, 7))
-    with caplog.at_level("INFO"):
-        check_version()
-    assert "declares Python 3.12; it runs on 3." in caplog.text
+@pytest.mark.parametrize("python, lines", [((3, 11, 7), 1), ((3, 12, 0), 0)])
+def test_padded_rows_and_a_python_that_megatron_does_not_declare_are_lines_and_no_refusal(python, lines, monkeypatch):
+    """In the notes of the engine, which a run prints at its start (test_child_run.py)."""
+    folder(TIED)
+    monkeypatch.setattr(megatron_shims.sys, "version_info", python)
+    (notes,) = run(1, lambda _: built(TIED, "actor", LAYOUTS["one"]).capabilities.notes)
+    assert notes[0] == PADDED and len(notes) == 1 + lines
+    assert all("declares Python 3.12; it runs on 3." in line for line in notes[1:])
 
 
 @pytest.mark.parametrize("module", ["transformer_engine", "apex"])

@@ -130,16 +130,16 @@ def test_three_updates_are_those_of_one_process_and_continue_elsewhere(layout, n
         return {n: t.clone() for n, t in e.exported()}, found
 
     for weights, found in run(case.layout.world_size, on):
-        np.testing.assert_allclose(found, norms, rtol=1e-4)
-        assert not (wrong := differences(weights, dict(one.weights()), rtol=1e-4)), wrong
+        np.testing.assert_allclose(found, norms, rtol=1e-5)
+        assert not (wrong := differences(weights, dict(one.weights()), rtol=1e-5)), wrong
     again = engine(name, "actor", None, optim=SPEC)
     again.load(tmp_path / "two")
     assert again.optimizer_step == 2
     updated(again, case, None, 1)
-    assert not (wrong := differences(dict(again.weights()), dict(one.weights()), rtol=1e-4)), wrong
+    assert not (wrong := differences(dict(again.weights()), dict(one.weights()), rtol=1e-5)), wrong
     again.load(tmp_path / "three")
     assert again.optimizer_step == 3
-    assert not (wrong := differences(dict(again.weights()), dict(one.weights()), rtol=1e-4)), wrong
+    assert not (wrong := differences(dict(again.weights()), dict(one.weights()), rtol=1e-5)), wrong
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_a_checkpoint_of_one_process_continues_on_megatron(layout, name, tmp_pat
 
     for weights, steps in run(case.layout.world_size, on):
         assert steps == 3
-        assert not (wrong := differences(weights, dict(one.weights()), rtol=1e-4)), wrong
+        assert not (wrong := differences(weights, dict(one.weights()), rtol=1e-5)), wrong
 
 
 def state_bytes(e: Any) -> int:

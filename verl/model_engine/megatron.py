@@ -7,7 +7,6 @@ rows, so every row of a pass is padded to the longest."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -48,7 +47,7 @@ Read = Callable[[np.ndarray, Batch], Any]
 """Reads the outputs of a micro-batch, on the last stage: (its rows, its batch) -> what the schedule gets."""
 PASS_TOKENS = 128
 """The cost of a pass besides its tokens, as a number of tokens: more passes are narrower, and pad less."""
-logger = logging.getLogger(__name__)
+PADDED = "model.engine=megatron: without Transformer Engine rows are padded to the longest of a pass"
 
 
 class MegatronPasses(ShardedPasses):
@@ -56,10 +55,11 @@ class MegatronPasses(ShardedPasses):
 
     local: MegatronModel
 
-    def __init__(self, local: MegatronModel, updates: MegatronUpdates) -> None:
+    def __init__(self, local: MegatronModel, updates: MegatronUpdates, notes: Sequence[str] = ()) -> None:
         settings = local.settings
         self.local, self._updates, self._layout, self._precision = local, updates, local.layout, settings.precision
         self.compute = self._precision.compute
+        self.notes = (PADDED, *notes)
         self.max_tokens, self.packed, self._top_k = settings.max_tokens_per_microbatch, False, settings.top_k
         self.possible = LM_OUTPUTS if settings.head == "lm" else VALUE_OUTPUTS
         self._copy, self._vision, self.compiled, self._logit_cap = None, None, None, 0.0
@@ -264,18 +264,28 @@ def _states(hidden_states: Tensor, **_: object) -> Tensor:
 
 
 class MegatronEngine(TorchEngine):
-    """The `ModelEngine` of one rank. The arguments are those of `MegatronModel`, and Megatron's options."""
+    """The `ModelEngine` of one rank. The arguments are those of `MegatronModel`, Megatron's options, and lines that the
+    run prints once."""
 
     local: MegatronModel
 
-    def __init__(self, model: Any, settings: EngineSettings, *, options: Options, layout: Layout, fill: Fill) -> None:
+    def __init__(
+        self,
+        model: Any,
+        settings: EngineSettings,
+        *,
+        options: Options,
+        layout: Layout,
+        fill: Fill,
+        notes: Sequence[str] = (),
+    ) -> None:
         if torch.device(settings.device).type != "cuda" and settings.emulate_bf16 is None:
             # Megatron's backward of a split matrix multiplies float32 by bfloat16, which a CPU refuses
             settings = replace(settings, emulate_bf16=True)
         local = MegatronModel(model, settings, layout, options, fill)
         self.local, self.settings, self.device = local, settings, local.device
         self.updates = MegatronUpdates(local, distributed=options.distributed_optimizer)
-        self.passes = MegatronPasses(local, self.updates)
+        self.passes = MegatronPasses(local, self.updates, notes)
         self.model, self.value_head, self.optimizer = local.model, local.value_head, self.updates.optimizer
         self.offload = Offload(self.device, settings.offload, self._tensors_of)
         local.seen = partial(self.offload.on_host, copy=False)
@@ -292,7 +302,7 @@ class MegatronEngine(TorchEngine):
 def build(options: Options, context: EngineContext) -> TorchEngine:
     """Build this rank's engine of a folder, of which it reads its part. Raise Refused if Megatron-Core is missing or
     another version, or if the model or the layout is not one that this engine has."""
-    check_version()
+    of_python = check_version()
     c = context
     if not dist.is_initialized():
         raise Refused("model.engine=megatron wants several ranks: set cluster.backend=ray, cluster.ranks_per_node=2")
@@ -301,8 +311,8 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
     if found is None:
         raise Refused(f"model.path={c.folder}: model.engine=megatron reads safetensors files, and there are none")
     fill = open_adapter(c.adapter, c.folder, found.model).after(found.fill) if c.adapter else found.fill
-    logger.info("model.engine=megatron: without Transformer Engine rows are padded to the longest of a pass")
-    kind = partial(MegatronEngine, options=options, layout=c.layout, fill=fill)
+    notes = (of_python,) if of_python else ()
+    kind = partial(MegatronEngine, options=options, layout=c.layout, fill=fill, notes=notes)
     given = TorchOptions(
         attention="padded",
         share_prefix=False,

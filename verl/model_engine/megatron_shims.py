@@ -23,12 +23,12 @@ from verl.errors import Refused
 
 SUPPORTED = "0.19."
 INSTALL = "pip install --no-deps --ignore-requires-python megatron-core==0.19.2 triton==3.9.0"
-logger = logging.getLogger(__name__)
 
 
-def check_version() -> None:
-    """Raise Refused if Megatron-Core is missing, is another version than this engine is written for, or
-    would take an optimizer of another package, which keeps its states in another way."""
+def check_version() -> str:
+    """Return a line if Megatron-Core does not declare this Python, else "". Raise Refused if it is missing, is another
+    version than this engine is written for, or would take an optimizer of another package, which keeps its states in
+    another way."""
     try:
         found = version("megatron-core")
     except PackageNotFoundError:
@@ -42,7 +42,8 @@ def check_version() -> None:
                 f"model.engine=megatron: Megatron would use the optimizer of {name}, which was not run; {fix}"
             )
     if sys.version_info < (3, 12):
-        logger.info("megatron-core %s declares Python 3.12; it runs on %s too", found, sys.version.split()[0])
+        return f"megatron-core {found} declares Python 3.12; it runs on {sys.version.split()[0]} too"
+    return ""
 
 
 @contextmanager
