@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from cases import BUDGET, MODELS, SIZES, Case, share
 from forked import run, tensor_bytes
 from megatron_engines import LAYOUTS, OF_LAYOUT, built, folder, options_of
+from test_loading import WIDE as LOADED
 from test_loading import peak_bytes
 from test_memory import FULL, HELD, OF_ROLE, WIDE, WIDE_MODELS, phases_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.config.schema import Config
 from verl.config.tree import changed
+from verl.model_engine import megatron_model
 from verl.model_engine.megatron import row_lengths
 from verl.planner.memory import fullest_moment, role_items
 
@@ -21,7 +24,8 @@ CASES = [("TP", "none"), ("PP", "none"), ("TP x DP", "selective"), ("PP x DP", "
 CASES += [("PP x VP", "none"), ("PP x VP", "full"), ("TP x ETP", "none"), ("EP over TP", "none")]
 EVEN = SIZES | WIDE | {"num_hidden_layers": 16 if FULL else 8}
 MADE = WIDE_MODELS | {"wide, even": lambda: Qwen3ForCausalLM(Qwen3Config(**EVEN, tie_word_embeddings=True))}
-"""The models, and one of which each of two stages has two equal chunks."""
+MADE["deep"] = lambda: Qwen3ForCausalLM(Qwen3Config(**LOADED | {"num_hidden_layers": 16}, tie_word_embeddings=True))
+"""The models, and one of which each of two stages has two equal chunks, and one with far more tensors than are read at a time."""
 
 
 @pytest.mark.parametrize("name, checkpointing", CASES)
@@ -65,3 +69,24 @@ def test_what_a_rank_holds_at_most_in_a_phase_is_what_the_plan_says(name, checkp
             if abs(planned / most - 1) > (0.1 if FULL else 0.25):
                 wrong[stage, phase] = (planned, most)
     assert not wrong
+
+
+@pytest.mark.parametrize("name", ["TP", "PP", "TP x DP"])
+def test_while_it_loads_a_rank_holds_its_part_and_the_parts_that_are_read_at_a_time(name, tmp_path, monkeypatch):
+    layout, kind = LAYOUTS[name], "deep"
+    monkeypatch.setitem(MODELS, kind, MADE[kind])
+    where = folder(kind)
+    every = sum(4 * p.numel() for p in MADE[kind]().parameters())
+    tables = 1 << 16  # buffers, and what is no part of the model
+
+    def peaks(rank: int) -> tuple[int, int, int, int]:
+        own, e = peak_bytes(lambda: built(kind, "reference", layout), where)
+        held = sum(4 * p.numel() for p in e.local.parameters.values())
+        parts, count = [4 * torch.Size(p.part).numel() for p in e.local.pieces.values()], megatron_model.BATCH_NAMES
+        batch = max(sum(parts[start : start + count]) for start in range(0, len(parts), count))
+        del e
+        return held, batch, own, peak_bytes(lambda: torch.zeros(every // 4), tmp_path)[0]
+
+    for held, batch, own, seen in run(layout.world_size, peaks):
+        assert held <= own <= held + batch + tables, (held, batch, own)
+        assert own < every <= seen, (own, every, "a whole model would be seen, were it there")

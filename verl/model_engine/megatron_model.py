@@ -282,15 +282,18 @@ class MegatronModel(StageModel):
         """Read this rank's parts from the files, some at a time."""
         names = list(self.pieces)
         for start in range(0, len(names), BATCH_NAMES):
-            some = [self.pieces[name] for name in names[start : start + BATCH_NAMES]]
-            read = {p.name: self.wrapped(p, torch.empty(p.part)) for p in some}
-            fill(read)
-            for piece in some:
-                self.write(piece, read[piece.name].to_local())
+            self._read_some([self.pieces[name] for name in names[start : start + BATCH_NAMES]], fill)
         missing = {*self.parameters} - {s for p in self.pieces.values() for s in p.sources}
         left = [name for name in missing if not name.startswith("value_head.")]
         if left:
             raise Refused(f"model.engine=megatron: the folder has no tensor for {left[0]}: use model.engine=sharded")
+
+    def _read_some(self, some: Sequence[Piece], fill: Fill) -> None:
+        """Read the parts of these pieces, which are released before the next ones are made."""
+        read = {p.name: self.wrapped(p, torch.empty(p.part)) for p in some}
+        fill(read)
+        for piece in some:
+            self.write(piece, read[piece.name].to_local())
 
     def sources(self, piece: Piece, of: Mapping[str, Tensor] | None = None) -> list[Tensor]:
         """Return the tensors that have a piece, among these tensors by Megatron's names; None: the weights, in host
