@@ -48,6 +48,14 @@ FAULTS = [  # arguments, the model, words of the one line
     ((*TWO, "algorithm.name=opd", "teacher.path=policy", "teacher.ema=0.9"), "model", "teacher.ema=0.9", "no average"),
     ((*TWO, "model.lora.rank=8"), "model", "model.lora with model.engine=megatron"),
     ((*TWO, "parallel.context=2"), "model", "parallel.context=2", "Transformer Engine"),
+    (
+        (*TWO, "model.engine_options.attention=auto"),
+        *("model", "attention=auto: model.engine=megatron", "Transformer Engine", "always pads rows", "engine=sharded"),
+    ),
+    (
+        (*TWO, "model.engine_options.share_prefix=true"),
+        *("model", "share_prefix=true: model.engine=megatron", "share no prompt", "use model.engine=sharded"),
+    ),
     ((*TWO, "parallel.sequence=2"), "model", "parallel.sequence=2", "no such division"),
     ((*TWO, "parallel.replicate=2"), "model", "parallel.replicate=2", "leave it out"),
     ((*FOUR, "parallel.tensor=4"), "model", "parallel.tensor=4", "2 key-value heads", "use one of 1, 2"),

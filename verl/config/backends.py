@@ -346,14 +346,16 @@ def _with_owners(section: str, key: str, fault: str) -> str:
 
 def _converted(key: str, given: Mapping[str, Any], cls: type, what: str) -> tuple[dict[str, Any], list[str]]:
     """Return the given options as the types of a dataclass's fields, and a line for each fault. what: names them in a
-    line."""
-    hints, found, faults = typing.get_type_hints(cls, include_extras=True), dict[str, Any](), list[str]()
+    line. A class may say in `absent` why it has not an option that others of its kind have."""
+    names, absent = {field.name for field in dataclasses.fields(cls)}, getattr(cls, "absent", {})
+    hints = {n: hint for n, hint in typing.get_type_hints(cls, include_extras=True).items() if n in names}
+    found, faults = dict[str, Any](), list[str]()
     for name, value in given.items():
         try:
             found[name] = convert(value, hints[name])
         except KeyError:
-            known = f"{what} are {', '.join(hints) or 'none'}"
-            faults.append(f"{key}.{name}={value}: unknown; {did_you_mean(name, hints)}{known}")
+            unknown = f"unknown; {did_you_mean(name, hints)}{what} are {', '.join(hints) or 'none'}"
+            faults.append(f"{key}.{name}={text_of(value)}: {absent.get(name, unknown)}")
         except ValueError as exc:
             faults.append(f"{key}.{name}={value}: {exc}")
     return found, faults

@@ -42,6 +42,11 @@ class Options(Offloading):
     """So many ranks share the matrices of each expert; 1: a rank has its experts whole."""
     share_prefix: ClassVar[bool] = False
     attention: ClassVar[Literal["auto", "padded"]] = "padded"
+    absent: ClassVar[Mapping[str, str]] = {
+        name: f"model.engine=megatron was not run with Transformer Engine, which packed rows need, and {what}; leave "
+        f"it out, or {INSTEAD}"
+        for name, what in (("attention", "always pads rows"), ("share_prefix", "padded rows share no prompt"))
+    }
 
 
 def divisions_refused(layout: Layout, options: Options) -> Iterator[str]:
