@@ -8,7 +8,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs test-slow queue-package nixl-package triton-package reference-packages mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm veomni-env megatron-env test-veomni test-megatron quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-processes style types test-distributed test-ranks test-clusters test-runs test-slow queue-package nixl-package triton-package reference-packages mooncake-package test-all test-pythons test-gpu test-mutants vllm-env test-vllm veomni-env megatron-env worker-env test-veomni test-megatron test-worker quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -63,7 +63,7 @@ test-all: mooncake-package
 	FULL_GRID=1 $(MAKE) test
 	FULL_GRID=1 $(MAKE) test-distributed
 	FULL_GRID=1 $(MAKE) test-vllm
-	FULL_GRID=1 $(MAKE) test-veomni test-megatron
+	FULL_GRID=1 $(MAKE) test-veomni test-megatron test-worker
 	$(MAKE) test-pythons
 
 # The tests of one process by other Pythons, where they are installed.
@@ -133,8 +133,8 @@ test-vllm: vllm-env
 	$(VLLM_PYTEST) -n 2 --dist loadfile -m "not runs" $(VLLM_TESTS)
 	$(VLLM_PYTEST) -m runs $(VLLM_TESTS) || [ $$? = 5 ]
 
-# Model engines that need other packages than the driver has: workers with an interpreter of their own.
-veomni-env megatron-env: setup
+# Model engines that need other packages than the driver has, and workers with another torch: an interpreter of their own.
+veomni-env megatron-env worker-env: setup
 	$(BIN)/python -m bench.environments $(CURDIR)/.venv-$(@:-env=) $(@:-env=)
 
 test-veomni: export GLOO_SOCKET_IFNAME := lo
@@ -146,6 +146,13 @@ test-megatron: export GLOO_SOCKET_IFNAME := lo
 test-megatron: megatron-env
 	$(CURDIR)/.venv-megatron/bin/python -m pytest -q tests/megatron
 	$(BIN)/python -m pytest -q tests/distributed/test_child_run.py -k megatron
+
+# Our engine in workers with another torch (with the libraries of CUDA that its wheel wants: some GB, some minutes).
+test-worker: export GLOO_SOCKET_IFNAME := lo
+test-worker: export VERL_WORKER_PYTHON = $(CURDIR)/.venv-worker/bin/python
+test-worker: worker-env
+	$(BIN)/python -m pytest -q -rP tests/distributed/test_child_engine.py
+	$(BIN)/python -m pytest -q tests/distributed/test_child_run.py -k one_process_learns
 
 lint: style types
 

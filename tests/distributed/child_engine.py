@@ -29,6 +29,10 @@ class EngineRank:
         self.engine.optim_step()
         return out.metrics, found
 
+    def torch_version(self) -> str:
+        """Return the version of torch in this process."""
+        return torch.__version__
+
     def weights(self) -> dict[str, np.ndarray]:
         """Return the whole weights."""
         local = self.engine.local

@@ -1,7 +1,7 @@
 """Model engines in child processes of another interpreter: what they compute is what this process computes.
 
 VERL_WORKER_PYTHON names the interpreter of an environment with another torch (docs/engines_training.md); without it the
-processes are of this environment."""
+processes are of this environment. `make test-worker` makes such an environment and runs this."""
 
 from __future__ import annotations
 
@@ -49,6 +49,9 @@ def test_two_ranks_of_another_interpreter_train_as_one_process(tensor, tmp_path)
     try:
         given = (MODEL["sharded"].build, replace(context, layout=layout))
         group = cluster.start("actor", child_engine.build, given, world_size=2)
+        versions = {*group.submit(EngineRank.torch_version, Broadcast()).result(WAIT_S)}
+        print(f"torch {torch.__version__} in the driver, {', '.join(versions)} in the ranks")
+        assert (versions == {torch.__version__}) == (sys.executable == PYTHON), "VERL_WORKER_PYTHON has the same torch"
         start = one.weights()
         for number in range(UPDATES):
             metrics, gradients = one.update(batch, terms, 0)

@@ -106,25 +106,34 @@ def test_a_turn_of_the_driver_is_that_of_one_rank(case: str, tmp_path: Path, mon
 
 @pytest.mark.parametrize("name", ["qwen3, tied", EXPERTS])
 def test_a_run_goes_on_with_another_engine(name: str, tmp_path: Path) -> None:
-    """Three updates on VeOmni's ranks are those of one process; its checkpoint continues in one process, too."""
+    """Three updates on VeOmni's ranks are those of one process; the checkpoint of each continues on the other, too."""
     exact: dict[str, Any] = {"dtype": "float64"}  # Adam takes steps of the noise in a gradient of 0
     if name == EXPERTS:  # torch multiplies groups of rows in no float64: so large an eps that the noise is no step
         exact = {"dtype": "float32", "optim": OptimSpec(lr=1e-2, eps=1e-2)}
     case = Case(LAYOUTS["FSDP"], model=name)
     alone = IN_ONE_PROCESS(name, "actor", None, **exact)
     start, three = weights(alone), weights(steps(case, None, 3, alone))
+    alone.save(tmp_path / "one")
     four = weights(steps(case, None, 1, alone))
     assert max(float((three[n] - w).abs().max()) for n, w in start.items()) > 1e-3, "nothing was learned"
 
     def on(rank: int) -> dict[str, torch.Tensor]:
         e = steps(case, rank, 3, engine(name, "actor", case.layout, **exact))
-        e.save(tmp_path)
+        e.save(tmp_path / "ranks")
         return weights(e)
+
+    def on_from_one(rank: int) -> tuple[int, dict[str, torch.Tensor]]:
+        e = engine(name, "actor", case.layout, **exact)
+        e.load(tmp_path / "one")
+        return e.optimizer_step, weights(steps(case, rank, 1, e))
 
     for theirs in run(2, on):
         assert not differences(theirs, three)
+    for done, theirs in run(2, on_from_one):
+        assert done == 3
+        assert not differences(theirs, four)
     again = IN_ONE_PROCESS(name, "actor", None, **exact)
-    again.load(tmp_path)
+    again.load(tmp_path / "ranks")
     assert not differences(weights(steps(case, None, 1, again)), four)
 
 
