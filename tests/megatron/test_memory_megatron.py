@@ -24,8 +24,10 @@ CASES = [("TP", "none"), ("PP", "none"), ("TP x DP", "selective"), ("PP x DP", "
 CASES += [("PP x VP", "none"), ("PP x VP", "full"), ("TP x ETP", "none"), ("EP over TP", "none")]
 EVEN = SIZES | WIDE | {"num_hidden_layers": 16 if FULL else 8}
 MADE = WIDE_MODELS | {"wide, even": lambda: Qwen3ForCausalLM(Qwen3Config(**EVEN, tie_word_embeddings=True))}
-MADE["deep"] = lambda: Qwen3ForCausalLM(Qwen3Config(**LOADED | {"num_hidden_layers": 16}, tie_word_embeddings=True))
-"""The models, and one of which each of two stages has two equal chunks, and one with far more tensors than are read at a time."""
+DEEP = LOADED | {"num_hidden_layers": 16}
+MADE["deep"] = lambda: Qwen3ForCausalLM(Qwen3Config(**DEEP, tie_word_embeddings=True))
+"""The models, one of which each of two stages has two equal chunks, and one with far more tensors than are read at
+a time."""
 
 
 @pytest.mark.parametrize("name, checkpointing", CASES)
