@@ -140,7 +140,9 @@ def main(argv: Sequence[str]) -> int:
         f"Command: `python bench/planner.py`. Fitted on two rows to {error:.1%}: {best.base_s:g} s, "
         f"{best.mean_tokens:g} tokens, sigma {best.sigma:g}. {len(equal)} of {len(grid)} fits are below {AS_GOOD:.0%} "
         f"there ({spans}): two rows do not determine three constants. What a sequence adds to a decode step follows "
-        "from the model and the device's bandwidth."
+        "from the model and the device's bandwidth. Requests continue under new weights at no cost in these rows: the "
+        "time in which their keys and values are computed anew (`resume_s`) is 0, and the fitted constants may have "
+        "some of it."
     )
     head = ("row", "s, published", "s of the trainer alone", "below by")
     bounds = [

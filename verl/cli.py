@@ -41,6 +41,7 @@ USAGE = """usage: verl VERB [key=value ...]
             update_s=S [publish_s=S]           step takes token_s, and sequence_s more for each sequence; answers
             mean_tokens=N sigma=X | from=RUN   of log-normal lengths, or those of a run, with its times
             [reward_s=S tool_calls=N tool_s=S] what an answer waits for beside its decode steps
+            [resume_s=S] what a request that continues after a publish takes (pipeline.partial_rollout)
             [steps_ahead=N]                    (as long as N steps after its last one, if they grow as they did)
             [trace=FILE] [json=true]           what each part did, for chrome://tracing
             [grid={KEY: [VALUES], ...}         every combination, and those that no other one beats

@@ -1,4 +1,5 @@
-"""The decode steps of engines as a placement counts them, by hand: the experts that a batch reads."""
+"""The decode steps of engines as a placement counts them, by hand: the experts that a batch reads, and requests that
+continue under new weights."""
 
 from __future__ import annotations
 
@@ -8,12 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from handmade_model import qwen2_tensors, write_model, write_safetensors
+from handmade_model import qwen2_tensors, write_model, write_rows, write_safetensors
 
+from verl.cli import main
+from verl.config.load import load_config
 from verl.config.model_files import describe_model
+from verl.planner.fitting import best_placements
 from verl.planner.hardware import DEVICES, Nodes
 from verl.planner.latency import EnginePace, ModelSize, StepWork, engine_pace
-from verl.planner.placement import size_of
+from verl.planner.placement import on_devices, paced, planned_roles, size_of, work_of
+from verl.planner.simulate import Workload, lognormal
 
 DENSE = ModelSize(parameters=30e9, active_parameters=3e9, layers=48, hidden=2048, kv_width=512)
 SPARSE = replace(DENSE, expert_parameters=28.8e9, active_expert_parameters=1.8e9)
@@ -74,3 +79,60 @@ def test_the_experts_of_a_folder_are_counted_by_its_config(tmp_path: Path) -> No
     (other / "config.json").write_text(json.dumps({k: v for k, v in text.items() if k != "num_local_experts"}))
     assert size_of(describe_model(str(other))).active_expert_parameters == 8 * of_expert, "at most all of them"
     assert size_of(describe_model(str(write_model(tmp_path / "dense")))).expert_parameters == 0
+
+
+def test_a_row_that_continues_takes_a_prefill_of_its_prompt_and_half_its_answer() -> None:
+    """By hand: 384 tokens on two devices with half of 989 TFLOPS each, and two reduces of half of both ways."""
+    found = engine_pace(DENSE, 8, 2, AT, WORK, math.inf)
+    assert found is not None
+    products = 384 * (2 * 3e9 + 2 * 48 * 2048 * 384) / (2 * 0.5 * 989e12)
+    reduced = 2 * 48 * (2 * 0.5 * 2 * 384 * 2048) / (0.8 * 450e9)
+    assert found.resume_s == pytest.approx(products + reduced)
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Return the arguments of a run with requests that continue under new weights."""
+    folder = tmp_path_factory.mktemp("ahead")
+    rows = write_rows(folder / "rows.jsonl", 500)
+    sizes = {"layers": 28, "hidden": 1536, "ffn": 8960, "heads": 12, "kv_heads": 2, "vocab": 151936}
+    args = [f"model.path={write_model(folder / 'model', **sizes)}", f"data.train_files=[{rows}]"]  # type: ignore[arg-type]
+    return [*args, "pipeline.staleness=1", "pipeline.placement=split", "step.prompts_per_step=8"]
+
+
+def test_a_simulated_request_that_continues_takes_its_time(
+    ahead: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    times = ("token_s=0.01", "sequence_s=0.001", "update_s=0.5", "mean_tokens=200", "sigma=0.7", "json=true")
+    line = "not counted: keys and values computed anew after a publish"
+
+    def simulated(*more: str) -> tuple[float, str]:
+        assert main(["simulate", *ahead, *times, *more]) == 0
+        found = json.loads(capsys.readouterr().out)
+        one = found["points"][0]["step_s"] if "points" in found else found["runs"][-2]["period_s"]
+        return one, found["not_counted"]
+
+    whole = simulated("pipeline.partial_rollout=false", "resume_s=0.3")
+    assert whole == simulated("pipeline.partial_rollout=false"), "nothing continues"
+    for partial in (("pipeline.partial_rollout=true",), ("grid={pipeline.partial_rollout: [true]}",)):
+        (free, free_line), (none, _), (longer, paid_line) = (
+            simulated(*partial, *more) for more in ((), ("resume_s=0",), ("resume_s=0.3",))
+        )
+        assert free == none and longer > 1.05 * free
+        assert line in free_line and line not in paid_line
+    assert main(["simulate", *ahead, *times, "resume_s=-1"]) == 2
+    assert "resume_s=-1: a number, 0 or more" in capsys.readouterr().err
+
+
+def test_a_planned_run_counts_the_prefill_of_requests_that_continue(
+    ahead: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    played = list[Workload]()
+    monkeypatch.setattr("verl.planner.placement.replayed", lambda _, work, publishes: played.append(work))
+    config = on_devices(load_config([*ahead, "pipeline.partial_rollout=true"]).config, [AT])
+    (best, *_), work = best_placements(config, [AT], work_of(config)), work_of(config)
+    paced(config, [best], work, lognormal(64, 0.0, 64))
+    (of,), engines = played, best.engines[0]
+    model = planned_roles(config)[0].model
+    pace = engine_pace(model, engines.devices, engines.engine_devices, AT, work, math.inf)
+    assert pace is not None and of.partial_rollout and of.resume_s == pytest.approx(pace.resume_s) and of.resume_s > 0

@@ -244,6 +244,8 @@ class EnginePace:
     """The seconds of a decode step with `batch` sequences."""
     prompts_s: float
     """The seconds of the prompts of its share."""
+    resume_s: float
+    """The seconds in which the keys and values of a row are computed anew when half of its answer is decoded."""
 
 
 def engine_pace(
@@ -270,12 +272,16 @@ def engine_pace(
     added = reduces * _reduced_bytes(model, tensor, at, batch) / at.link + batch * at.device.sequence_us / 1e6
     reads = (weights + batch * context * kv_bytes) / (tensor * at.device.read)
     full = max(reads, products) + (1 - at.device.overlap) * min(reads, products) + added
-    prompt_tokens = share * work.prompt_tokens / work.prompt_shares
-    prompts = (
-        prompt_tokens * model.forward_flops(work.prompt_tokens) / (tensor * at.device.flops(model.hidden) * faster)
-    )
-    prompts += reduces * _reduced_bytes(model, tensor, at, prompt_tokens) / at.link
-    return EnginePace(waves, batch, first / (tensor * at.device.read) + fixed, full + fixed, prompts)
+    prompts = _prefill_s(model, tensor, at, work, share * work.prompt_tokens / work.prompt_shares, work.prompt_tokens)
+    resumed = _prefill_s(model, tensor, at, work, context, context)
+    return EnginePace(waves, batch, first / (tensor * at.device.read) + fixed, full + fixed, prompts, resumed)
+
+
+def _prefill_s(model: ModelSize, tensor: int, at: Nodes, work: StepWork, tokens: float, context: float) -> float:
+    """Return the seconds in which an engine computes the keys and values of these tokens, in rows of `context`."""
+    rate = tensor * at.device.flops(model.hidden) * at.device.faster(work.fp8)
+    reduced = (tensor > 1) * REDUCES * model.layers * _reduced_bytes(model, tensor, at, tokens)
+    return tokens * model.forward_flops(context) / rate + reduced / at.link
 
 
 def generate_s(

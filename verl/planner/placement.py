@@ -40,7 +40,7 @@ from verl.planner.mapping import (
 from verl.planner.memory import wire_bytes
 from verl.planner.simulate import Lengths
 from verl.planner.sizes import expert_parameters_used, parameters_used
-from verl.planner.what_if import Replayed, replayed, workload_of
+from verl.planner.what_if import RESUME, Replayed, replayed, workload_of
 from verl.wire import FP8
 from verl.workers.pools import MAIN, NO_MODEL
 
@@ -269,6 +269,7 @@ def _simulated(config: Config, placed: PlacedRun, work: StepWork, lengths: Lengt
         "sequence_s": decode_s + pace.prompts_s / share,
         "update_s": sum(slowest) - slowest[generation],
         "publish_s": sent_s(config, placed),
+        RESUME: pace.resume_s,
         "reward_s": work.reward_s,
         "tool_calls": work.tool_calls,
         "tool_s": work.tool_s,

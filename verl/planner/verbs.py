@@ -32,6 +32,7 @@ from verl.planner.simulate import Lengths, lognormal
 from verl.planner.text import card_line, pace_line, render_plan
 from verl.planner.what_if import (
     DECODING,
+    RESUME,
     SHAPE,
     TIMES,
     WAITS,
@@ -58,7 +59,7 @@ PLAN = (*STEP_TIMES, "card_gib", "json", *PLACEMENT)
 """The arguments of `verl plan` that are no keys of a run."""
 PRICES = ("price_per_hour", "trainer_price_per_hour")
 """The prices of a replica of the rollout, and of the devices that train."""
-SIMULATE = (*TIMES, *WAITS, *SHAPE, *PRICES, "from", "steps_ahead", "json", "grid", "trace")
+SIMULATE = (*TIMES, *WAITS, RESUME, *SHAPE, *PRICES, "from", "steps_ahead", "json", "grid", "trace")
 """Those of `verl simulate`."""
 
 
@@ -153,8 +154,9 @@ def print_simulated(resolved: Resolved, given: Mapping[str, str]) -> int:
         raise Refused(f"steps_ahead={given['steps_ahead']} is of from=RUN, a run with answers that grew")
     ahead = _number("steps_ahead", given["steps_ahead"], zero=True) if "steps_ahead" in given else None
     lengths = lengths_of(config, [numbers[key] for key in SHAPE if key in numbers], found, ahead)
-    line = "\n".join(filter(None, (not_counted(config), few_lengths(found))))
+    line = "\n".join(filter(None, (not_counted(config), few_lengths(found), _free_resumes(config, given))))
     of_run = {key: number for key, number in numbers.items() if found is not None and key not in given}
+    numbers[RESUME] = _number(RESUME, given.get(RESUME, "0"), zero=True)
     if "grid" in given:
         if "trace" in given:
             raise Refused(f"trace={given['trace']} and grid=: a trace is of one run")
@@ -183,6 +185,13 @@ def print_simulated(resolved: Resolved, given: Mapping[str, str]) -> int:
     taken = " ".join(f"{key}={number:.4g}" for key, number in of_run.items())
     print("\n".join(filter(None, (text, line, taken and f"from={given['from']}: {taken}"))))
     return 0
+
+
+def _free_resumes(config: Config, given: Mapping[str, str]) -> str:
+    """Return a line about requests that continue after a publish without the time for it, or ""."""
+    if RESUME in given or not (config.pipeline.partial_rollout or "partial_rollout" in given.get("grid", "")):
+        return ""
+    return f"not counted: keys and values computed anew after a publish (pipeline.partial_rollout); {RESUME} has them"
 
 
 def _known(found: RecordedRun | None) -> dict[str, str]:

@@ -43,6 +43,9 @@ DECODING = ("token_s", "sequence_s")
 TIMES = (*DECODING, "update_s", "publish_s")
 WAITS = ("reward_s", "tool_calls", "tool_s")
 """The waits of an answer beside its decode steps, 0 if they are not given: for its reward, and for calls of tools."""
+RESUME = "resume_s"
+"""The seconds in which a replica computes the keys and values of a request anew that continues after a publish, 0 if
+they are not given (`pipeline.partial_rollout`)."""
 SHAPE = ("mean_tokens", "sigma")
 FEWEST_ROLLOUTS, AGREES = 3, 0.1
 """Rollouts that determine a decode step, and the mean relative error with which it agrees with them."""
@@ -186,7 +189,7 @@ def lengths_of(
 
 
 def workload_of(config: Config, times: Mapping[str, float], lengths: Lengths) -> Workload:
-    """Return the work of a step. times: `TIMES` in seconds, and those of `WAITS` that are known."""
+    """Return the work of a step. times: `TIMES` in seconds, `RESUME` and those of `WAITS` that are known."""
     return Workload(
         replicas=config.rollout.replicas,
         sequences=config.rollout.max_concurrent_sequences,
@@ -197,6 +200,7 @@ def workload_of(config: Config, times: Mapping[str, float], lengths: Lengths) ->
         publish_s=times["publish_s"],
         shared=colocated(config),
         partial_rollout=config.pipeline.partial_rollout,
+        resume_s=times.get(RESUME, 0.0),
         **{name: times.get(name, 0.0) for name in WAITS},
     )
 
