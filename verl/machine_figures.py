@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -37,6 +38,8 @@ def write_figures(file: Path) -> str:
     figures = dict(zip(NEEDED, (_memory_bytes(device) / 1e9, rates[0] / 1e9, rates[1] / 1e12, rates[2] / 1e9)))
     entry: dict[str, object] = {"device": _name(device), "nodes": 1, "devices_per_node": max(1, cards)}
     entry |= {name: float(f"{value:.4g}") for name, value in figures.items()} | {"item_bytes": dtype.itemsize}
+    beside = {"host_memory_gb": host.total_bytes(), "disk_gb": shutil.disk_usage(file.parent).free}
+    entry |= {name: float(f"{value / 1e9:.4g}") for name, value in beside.items()}
     if not cards:
         entry["overlap"] = 0  # a core that waits for memory does not multiply
     when = time.strftime("%Y-%m-%d")

@@ -25,6 +25,7 @@ from verl.planner.plan import make_plan
 from verl.planner.recorded import EVENT, recorded_page, recorded_prediction
 from verl.planner.text import render_plan
 from verl.track.events import EventLog
+from verl.workers import host
 
 AT = Nodes(device=replace(DEVICES["H100"], step_ms=2.0), nodes=1, devices_per_node=8, network_gbs=50)
 
@@ -242,6 +243,8 @@ def test_this_machine_is_measured_into_a_cluster_file(
     assert capsys.readouterr().out == file.read_text() and at.devices == 1
     assert 0.01 < at.device.bandwidth_gbs < 5000 and 1e-5 < at.device.matrix_tflops < 100
     assert (at.device.item_bytes, at.device.overlap, at.device.memory_gb > 0.5) == (4, 0, True)
+    assert at.host_memory_gb == pytest.approx(host.total_bytes() / 1e9, rel=1e-3)
+    assert at.disk_gb == pytest.approx(shutil.disk_usage(tmp_path).free / 1e9, rel=0.1) and at.disk_gb > 0
     assert main(["doctor", f"cluster_file={file}"]) == 2
     assert "exists: name another file" in capsys.readouterr().err
     assert main(["doctor", f"cluster_file={tmp_path / 'none' / 'here.yaml'}"]) == 2

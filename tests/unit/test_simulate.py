@@ -276,11 +276,38 @@ def test_a_grid_prints_the_points_that_no_other_one_beats(tmp_path, capsys) -> N
         (["grid={rollout.replicas: [0]}"], "rollout.replicas=0"),
         (["grid={pipeline.sync_every: [" + ", ".join(map(str, range(1, 1500))) + "]}"], "at most 1,000"),
         (["grid={rollout.replicas: [1]}", f"trace={tmp_path / 't.json'}"], "a trace is of one run"),
-        (priced, "is of grid="),
+        (["price_per_hour=-1"], "price_per_hour=-1: of a device, per hour, 0 or more"),
         (["grid={step.prompts_per_step: [4, 8]}"], "step.prompts_per_step is on the command line too"),
     ):
         assert main(["simulate", *line, *times, *args]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_a_single_simulated_run_has_its_price_and_all_errors(tmp_path, capsys) -> None:
+    model, rows = write_model(tmp_path / "model"), write_rows(tmp_path / "train.jsonl", 64)
+    line = [f"model.path={model}", f"data.train_files={rows}", "step.prompts_per_step=4", "pipeline.placement=split"]
+    line += ["pipeline.staleness=2", "pipeline.sync_every=2", "rollout.replicas=2"]
+    times = ["token_s=0.01", "sequence_s=0.001", "update_s=3", "mean_tokens=20", "sigma=0.5"]
+    priced, hourly_s = ["price_per_hour=2", "trainer_price_per_hour=6"], (2 * 2 + 6) / 3600
+    assert main(["simulate", *line, *times, *priced, "json=true"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    for one in runs:
+        assert one["price"] == pytest.approx(hourly_s * one["period_s"] / 2), "of a step, of which a publish has two"
+        assert one["price_error"] == pytest.approx(hourly_s * one["period_error_s"] / 2)
+        assert one["price_per_million_tokens"] == pytest.approx(1e6 * hourly_s * one["period_s"] / one["tokens"])
+        assert one["tokens_per_s"] == pytest.approx(one["tokens"] / one["period_s"])
+        errors = ("wait_error_s", "idle_share_error", "tokens_per_s_error", "price_per_million_error")
+        assert all(one[name] >= 0 for name in errors)
+    assert any(one["tokens_per_s_error"] > 0 and one["idle_share_error"] > 0 for one in runs)
+    assert main(["simulate", *line, *times, *priced]) == 0
+    head, *found = capsys.readouterr().out.splitlines()[: len(runs) + 1]
+    assert head.endswith("price per step  per million tokens")
+    for one, row in zip(runs, found, strict=True):
+        price, million = (float(cell.split()[-1]) for cell in row.split(" ± ")[-3:-1])
+        assert price == pytest.approx(one["price"], rel=1e-3)
+        assert million == pytest.approx(one["price_per_million_tokens"], rel=1e-3)
+    assert main(["simulate", *line, *times, "json=true"]) == 0
+    assert "price" not in json.loads(capsys.readouterr().out)["runs"][0]
 
 
 @pytest.mark.slow
@@ -336,6 +363,16 @@ def test_the_answers_and_times_of_a_run(tmp_path) -> None:
     found = measured_by(write_run(tmp_path / "run", 1))
     assert sorted(set(found.lengths)) == [*range(10, 30)] and len(found.lengths) == 60
     assert (found.update_s, found.publish_s) == (pytest.approx(0.8), 0.25)
+
+
+def test_a_run_of_another_version_is_named_as_one(tmp_path) -> None:
+    """Its metrics have other names."""
+    (tmp_path / "old").mkdir()
+    log = MetricsLog(tmp_path / "old", 0)
+    log.log(0, {"time/generation": 9.0})
+    log.close()
+    with pytest.raises(Refused, match="none of 1 steps with metrics has timing_s/rollout: it is of another version"):
+        measured_by(tmp_path / "old")
 
 
 REWARD_S, CONFIG = 0.5, ("pipeline.placement=colocated", "rollout.max_concurrent_sequences=4")

@@ -20,7 +20,7 @@ from verl.errors import Refused
 from verl.names import did_you_mean
 from verl.planner.columns import aligned
 from verl.planner.simulate import SimulatedRun
-from verl.planner.what_if import REPLAYS, Replayed
+from verl.planner.what_if import PRICED, REPLAYS, Replayed, hourly_price
 
 MOST_POINTS = 1000
 POINTS_OF_PROCESS = 32
@@ -92,7 +92,7 @@ def point_of(values: Mapping[str, Any], config: Config, got: Replayed, prices: t
     """Return a point. prices: per hour, of a replica and of the trainer."""
     steps = config.pipeline.sync_every
     step_s = got.pace.period_s / steps
-    hourly = prices[0] * config.rollout.replicas + prices[1]
+    hourly = hourly_price(config, prices)
     return Point(
         values=values,
         staleness=config.pipeline.staleness,
@@ -122,7 +122,7 @@ def grid_table(points: Sequence[Point]) -> str:
     """Return a line for each point of the front, the fastest first."""
     front = sorted(front_of(points), key=lambda one: one.worse_is_more)
     keys, priced = [*points[0].values], any(one.price for one in points)
-    rows = [(*keys, "s per step", "tokens/s", *(("price per step", "per million tokens") if priced else ()))]
+    rows = [(*keys, "s per step", "tokens/s", *(PRICED if priced else ()))]
     for one in front:
         figures = [
             f"{one.step_s:.4g} ± {one.step_error_s:.1g}",

@@ -163,20 +163,9 @@ def print_simulated(resolved: Resolved, given: Mapping[str, str]) -> int:
         points = _grid(resolved, given, partial(_point_pace, times=numbers, lengths=lengths))
         data, text = {"points": [asdict(one) for one in points]}, grid_table(points)
     else:
-        if given.get("price_per_hour") or given.get("trainer_price_per_hour"):
-            raise Refused("a price per hour is of grid={KEY: [VALUES], ...}")
+        prices = _prices(given)
         runs = [(one, replayed(one, workload_of(one, numbers, lengths))) for one in neighbours(config)]
-        data = {
-            "runs": [
-                {
-                    "staleness": one.pipeline.staleness,
-                    **asdict(got.pace),
-                    "period_error_s": got.error(lambda pace: pace.period_s),
-                }
-                for one, got in runs
-            ]
-        }
-        text = table(config, runs)
+        data, text = {"runs": [_run_data(one, got, prices) for one, got in runs]}, table(config, runs, prices)
     if "trace" in given:
         write_trace(Path(given["trace"]), simulated_run(config, workload_of(config, numbers, lengths)))
     if as_json:
@@ -185,6 +174,30 @@ def print_simulated(resolved: Resolved, given: Mapping[str, str]) -> int:
     taken = " ".join(f"{key}={number:.4g}" for key, number in of_run.items())
     print("\n".join(filter(None, (text, line, taken and f"from={given['from']}: {taken}"))))
     return 0
+
+
+def _prices(given: Mapping[str, str]) -> tuple[float, float]:
+    """Return the prices per hour of a replica and of the trainer, 0 where they are not given."""
+    rollout, trainer = (_number(key, given.get(key, "0"), "of a device, per hour", zero=True) for key in PRICES)
+    return rollout, trainer
+
+
+def _run_data(config: Config, got: Replayed, prices: tuple[float, float]) -> dict[str, Any]:
+    """Return the figures of a simulated run with their errors."""
+    point = point_of({}, config, got, prices)
+    data: dict[str, Any] = {"staleness": config.pipeline.staleness, **asdict(got.pace)}
+    data |= {
+        "period_error_s": got.error(lambda pace: pace.period_s),
+        "wait_error_s": got.error(lambda pace: pace.wait_s),
+        "idle_share_error": got.error(lambda pace: pace.idle_share),
+        "tokens_per_s": point.tokens_per_s,
+        "tokens_per_s_error": point.tokens_per_s_error,
+    }
+    if point.price:
+        data |= {"price": point.price, "price_error": point.price_error}
+        data["price_per_million_tokens"] = point.price_per_million_tokens
+        data["price_per_million_error"] = point.price_per_million_error
+    return data
 
 
 def _free_resumes(config: Config, given: Mapping[str, str]) -> str:
@@ -219,10 +232,10 @@ def _grid(resolved: Resolved, given: Mapping[str, str], pace: Callable[[Config],
         raise Refused(f"grid={given['grid']}: {{KEY: [VALUES], ...}} is expected: grid='{{rollout.replicas: [1, 2]}}'")
     if twice := [key for key in grid if resolved.origins.get(key) == "command line"]:
         raise Refused(f"grid: {twice[0]} is on the command line too: leave it out, or out of the grid")
-    prices = [_number(key, given.get(key, "0"), "of a device, per hour", zero=True) for key in PRICES]
+    prices = _prices(given)
     points = combinations(resolved.config, grid)
     paces = played([one for _, one in points], pace)
-    return [point_of(values, one, got, (prices[0], prices[1])) for (values, one), got in zip(points, paces)]
+    return [point_of(values, one, got, prices) for (values, one), got in zip(points, paces)]
 
 
 def _wants_json(given: Mapping[str, str]) -> bool:

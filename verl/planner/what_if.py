@@ -46,6 +46,7 @@ WAITS = ("reward_s", "tool_calls", "tool_s")
 RESUME = "resume_s"
 """The seconds in which a replica computes the keys and values of a request anew that continues after a publish, 0 if
 they are not given (`pipeline.partial_rollout`)."""
+PRICED = ("price per step", "per million tokens")
 SHAPE = ("mean_tokens", "sigma")
 FEWEST_ROLLOUTS, AGREES = 3, 0.1
 """Rollouts that determine a decode step, and the mean relative error with which it agrees with them."""
@@ -81,7 +82,11 @@ def measured_by(run: Path, *, decoding: bool = True) -> RecordedRun:
     from verl.track.metrics import read_metrics
     from verl.track.samples import read_scalars, sample_steps
 
-    found = [line for line in read_metrics(run) if "timing_s/rollout" in line.values]
+    every = read_metrics(run)
+    found = [line for line in every if "timing_s/rollout" in line.values]
+    if every and not found:
+        why = "it is of another version, or was cut off in its first step"
+        raise Refused(f"from={run}: none of {len(every)} steps with metrics has timing_s/rollout: {why}")
     lines, seconds = [line.values for line in found], {line.step: line.values["timing_s/rollout"] for line in found}
     steps = {step: [row["response_tokens"] for row in read_scalars(run, step)] for step in sample_steps(run)}
     steps = {step: [tokens for tokens in rows if tokens > 0] for step, rows in steps.items()}
@@ -278,13 +283,23 @@ def few_lengths(found: RecordedRun | None) -> str:
     return f"lengths of {len(found.lengths)} answers, fewer than {FEW_LENGTHS}: the errors include what others may be"
 
 
-def table(config: Config, found: Sequence[tuple[Config, Replayed]]) -> str:
-    """Return a line for each simulated configuration; * marks the given one."""
+def hourly_price(config: Config, prices: tuple[float, float]) -> float:
+    """Return the price of an hour of a run. prices: of a replica, and of the trainer."""
+    return prices[0] * config.rollout.replicas + prices[1]
+
+
+def table(config: Config, found: Sequence[tuple[Config, Replayed]], prices: tuple[float, float] = (0.0, 0.0)) -> str:
+    """Return a line for each simulated configuration; * marks the given one. prices: as in `hourly_price`."""
+    hourly_s = hourly_price(config, prices) / 3600
     head = ("staleness", "s per step", "trainer waits", "rollout idle", "tokens/s", "trained on-policy", "oldest")
-    rows = [head]
+    rows = [head + (PRICED if hourly_s else ())]
     for one, got in found:
         given = one.pipeline.staleness == config.pipeline.staleness
         steps = one.pipeline.sync_every
+        priced = (
+            got.text(lambda pace, steps=steps: hourly_s * pace.period_s / steps, ".4g", ".1g"),  # type: ignore[misc]
+            got.text(lambda pace: 1e6 * hourly_s / pace.tokens_per_s, ".4g", ".1g"),
+        )
         rows.append(
             (
                 f"{'*' if given else ' '} {one.pipeline.staleness:g}",
@@ -294,6 +309,7 @@ def table(config: Config, found: Sequence[tuple[Config, Replayed]]) -> str:
                 got.text(lambda pace: pace.tokens_per_s, ",.0f"),
                 got.text(lambda pace: pace.staleness.get(0, 0.0), ".0%"),
                 f"{max(got.pace.staleness)}",
+                *(priced if hourly_s else ()),
             )
         )
     about = f"±: two standard deviations over {REPLAYS} plays with other lengths"
