@@ -25,9 +25,13 @@ if FULL:
     LAYOUTS |= {"SP": Layout(world_size=2, sequence=2), "PP": Layout(world_size=2, pipeline=2)}
 
 
-CASES = [(layout, role) for layout in LAYOUTS for role in ("teacher", *TAUGHT)]
+LAYOUTS |= {"TP": Layout(world_size=2, tensor=2), "TP x DP": Layout(world_size=4, tensor=2)}
+CASES = [
+    (layout, role) for layout in LAYOUTS for role in ("teacher", *TAUGHT) if ("TP" in layout, role) != (True, "gkd")
+]
 if not FULL:
     CASES.remove(("SP x PP", "gkd_topk")), CASES.remove(("FSDP", "gkd"))
+    CASES.remove(("TP x DP", "teacher")), CASES.remove(("TP", "gkd_topk"))
 
 
 @pytest.mark.parametrize("layout,role", CASES)

@@ -30,6 +30,8 @@ TEACHING = [  # the layout, what is computed, the model, a shared prompt, a rank
     ("PP", "gkd_topk", TIED, False, False),
     ("DP", "gkd_topk", BIASES, True, True),
     ("PP x DP", "teacher", TIED, True, False),
+    ("TP", "gkd_topk", BIASES, True, False),
+    ("TP", "teacher", TIED, False, False),
 ]
 
 

@@ -132,7 +132,7 @@ REFUSED = [
     ),
     (
         ["algorithm.name=gkd", "teacher.path=@/same", "cluster.backend=ray", "parallel.tensor=2"],
-        "parallel.tensor=2: gkd reads whole rows of the head",
+        "parallel.tensor=2: gkd compares whole rows of two heads, of which a rank would have a slice; use gkd_topk",
     ),
 ]
 
@@ -149,6 +149,9 @@ def test_what_can_be_is_not(base):
     assert not faults(base, "algorithm.name=gkd", "teacher.path=@/same", one)
     assert not faults(base, "algorithm.name=gkd_topk", "teacher.path=@/same", "teacher.top_k=32", one)
     assert not faults(base, "algorithm.name=dapo", "algorithm.loss=gkd", "teacher.path=@/same")
+    two = ("cluster.backend=ray", "cluster.ranks_per_node=2", "parallel.tensor=2")
+    found = faults(base, "algorithm.name=gkd_topk", "teacher.path=@/same", "teacher.top_k=32", one, *two)
+    assert len(found) == 2 and all("key-value heads" in line for line in found), "of the tiny models alone"
     assert not faults(base, *GKD, *STORED, "step.updates_per_step=2", "algorithm.entropy_coef=0.01")
     both = ("teacher.paths={a: @/same, b: @/policy}", one)
     assert not faults(base, "algorithm.name=gkd_topk", "teacher.top_k=8", *both)

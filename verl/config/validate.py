@@ -177,9 +177,10 @@ def _teacher(config: Config) -> Iterator[str]:
     if t.hint_key == FEEDBACK and preset.stored_share():
         why = "nobody says anything of a stored answer: leave algorithm.options.on_policy_share at 1"
         yield f"teacher.hint_key={FEEDBACK}: {why}"
-    if config.parallel.tensor > 1 and columns != {"teacher_logprobs"}:
-        why = "reads whole rows of the head, of which a rank would have a slice"
-        yield f"parallel.tensor={config.parallel.tensor}: {config.algorithm.name} {why}; use opd, or parallel.tensor=1"
+    if config.parallel.tensor > 1 and "teacher_hidden" in columns:
+        why = "compares whole rows of two heads, of which a rank would have a slice"
+        fix = "use gkd_topk or opd, or parallel.tensor=1"
+        yield f"parallel.tensor={config.parallel.tensor}: {config.algorithm.name} {why}; {fix}"
 
 
 def _together(config: Config, columns: Collection[str]) -> Iterator[str]:

@@ -131,12 +131,13 @@ def lm_outputs(
         out = {name: value for name, value in found.items() if name in wanted and value is not None}
     if "hidden" in wanted:
         out["hidden"] = hidden
-    assert vocabulary is None or out.keys() >= {*wanted}, "the configuration refuses slices of a head here"
     if "topk_ids" in wanted:
-        ids, named, own = top_k(hidden, head, temperature, k, targets if "logprobs" in wanted else None, closed)
+        drawn = targets if "logprobs" in wanted else None
+        ids, named, own = top_k(hidden, head, temperature, k, drawn, closed, vocabulary)
         out |= {"topk_ids": ids, "topk_logprobs": named} | ({} if own is None else {"logprobs": own})
     if "divergence" in wanted:
         assert teacher is not None, "an engine that is built with a teacher's head"
+        assert vocabulary is None, "the configuration refuses slices of a head here"
         states = batch.columns["teacher_hidden"][which].to(device, hidden.dtype)
         theirs = temperature if teacher.temperature is None else torch.full_like(temperature, teacher.temperature)
         given = hidden, head, temperature, states, teacher.head, theirs, teacher.beta, targets, closed

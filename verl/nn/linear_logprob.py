@@ -32,6 +32,11 @@ class Vocabulary:
     gather: Callable[[Tensor], Tensor]
     """Gathers a tensor [...] of every rank as [ranks, ...]."""
 
+    def local(self, ids: Tensor, size: int) -> Tensor:
+        """Return ids [...] counted from the start of this slice of `size` ids; those of other slices are `size`."""
+        mine = ids - self.start
+        return mine.where((mine >= 0) & (mine < size), size)
+
 
 @dataclass(frozen=True, slots=True)
 class Banned:
@@ -109,6 +114,7 @@ class _LinearLogprob(torch.autograd.Function):
             targets = targets - vocabulary.start
             here = (targets >= 0) & (targets < len(weight))
             targets = targets.clamp(0, len(weight) - 1)
+            ids = None if ids is None else vocabulary.local(ids, len(weight))
         n = hidden.shape[0]
         kernels = logit_kernels(hidden.device, hidden.dtype) if ids is None else None
         exact = torch.promote_types(hidden.dtype, torch.float32)
@@ -129,10 +135,10 @@ class _LinearLogprob(torch.autograd.Function):
             if apart is None or ids is None:
                 lse[at] = torch.logsumexp(z, -1)
             else:  # sum the other ids directly: 1 - (sum of the named) would lose digits
+                z = z if here is None else with_no_id(z)
                 apart[at] = torch.cat([z.gather(-1, ids[at]), rest_of(z, ids[at])], -1)
                 lse[at] = torch.logsumexp(apart[at], -1)
                 z.scatter_(-1, ids[at], apart[at, :-1])
-                centred(apart[at], lse[at])
             logprobs[at] = z.gather(-1, targets[at, None])[:, 0]
             if sum_pi2 is not None:
                 sum_pi2[at] = torch.exp(torch.logsumexp(2 * z, -1) - 2 * lse[at])
@@ -142,7 +148,9 @@ class _LinearLogprob(torch.autograd.Function):
         if vocabulary is not None and here is not None:
             own = logprobs.masked_fill(~here, 0)  # not a product: another slice's target may be -inf here
             logprobs, lse, entropy, sum_pi2 = _over_slices(vocabulary, own, lse, entropy, sum_pi2)
+            apart = None if apart is None else torch.logsumexp(vocabulary.gather(apart), 0)  # an id is in one slice
         logprobs -= lse
+        apart = None if apart is None else centred(apart, lse)
         rest = None if apart is None else apart[:, -1].clone()  # a view of what is returned would keep itself alive
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest)
         ctx.cap, ctx.banned, ctx.kernels = cap, banned, kernels
@@ -174,6 +182,7 @@ class _LinearLogprob(torch.autograd.Function):
                 continue
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # the derivative of the cap
+            z = z if d_apart is None or here is None else with_no_id(z)
             if ctx.banned is not None:
                 ctx.banned.close(z, at)
             logp = centred(z, lse[at])
@@ -189,7 +198,7 @@ class _LinearLogprob(torch.autograd.Function):
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             if ctx.banned is not None:
                 ctx.banned.close(dz, at, 0.0)  # of one that is named or the target too
-            dz /= temperature[at, None]
+            dz = dz[:, : len(weight)].div_(temperature[at, None])
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
         return *sums.found(weight, bias), *[None] * 8
 
@@ -202,6 +211,11 @@ def _slope(logp: Tensor, d: Tensor, of_entropy: tuple[Tensor, Tensor] | None) ->
         return logp.exp_().mul_(-d)
     p = logp.exp()
     return logp.add_(of_entropy[0]).mul_(-of_entropy[1]).sub_(d).mul_(p)
+
+
+def with_no_id(z: Tensor) -> Tensor:
+    """Return logits [n, V] with one more column, -inf: the logit of all ids that are in another slice."""
+    return torch.nn.functional.pad(z, (0, 1), value=-torch.inf)
 
 
 def rest_of(z: Tensor, ids: Tensor) -> Tensor:
@@ -350,9 +364,8 @@ def linear_logprob(
     differentiable).
 
     vocabulary: this rank's slice if `weight` and `bias` are slices; `targets` and results are of the whole vocabulary.
-    It cannot be combined with `ids`. banned: ids of the whole vocabulary that are left out of the softmax of some
+    banned: ids of the whole vocabulary that are left out of the softmax of some
     rows: their log-prob is -inf (-1e30 in `ids`), and their logits have no gradient."""
-    assert vocabulary is None or ids is None, "named ids are read from a whole head"
     hidden = hidden if vocabulary is None else vocabulary.enter(hidden)
     if banned is not None and vocabulary is not None:
         banned = banned.within(vocabulary, len(weight))

@@ -18,6 +18,7 @@ from verl.nn.linear_logprob import (
     NONE,
     Banned,
     HeadGradients,
+    Vocabulary,
     centred,
     chunk_logits,
     chunks,
@@ -44,10 +45,15 @@ class HeadWeights:
         self, hidden: Tensor, temperature: Tensor, at: slice | Tensor = slice(None), banned: Banned | None = None
     ) -> Tensor:
         """Return the log-probs [c, V] of the rows `at` of hidden [n, H] at `temperature` [n], in float32 at least."""
+        z = self.logits(hidden, temperature, at, banned)
+        return centred(z, torch.logsumexp(z, -1))
+
+    def logits(self, hidden: Tensor, temperature: Tensor, at: slice | Tensor, banned: Banned | None) -> Tensor:
+        """Return the logits [c, V] of the rows `at`, divided by the temperature; -inf for banned ids."""
         z = chunk_logits(hidden[at], self.weight.to(hidden.dtype), self.bias, temperature[at], self.cap)
         if banned is not None:
             banned.close(z, at)
-        return centred(z, torch.logsumexp(z, -1))
+        return z
 
 
 class _Read(torch.autograd.Function):
@@ -182,16 +188,38 @@ def top_k(
     k: int,
     targets: Tensor | None = None,
     banned: Banned | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return the k likeliest ids [n, k] int64 for hidden [n, H], their log-probs [n, k + 1] with that of all other ids
-    together last, and the log-probs [n] of `targets` [n] if given."""
-    ids, logprobs, own = [], [], []
+    together last, and the log-probs [n] of `targets` [n] if given. vocabulary: this rank's slice if the head is one;
+    targets, banned ids and results are of the whole vocabulary, the same on every rank."""
+    size = len(head.weight)
+    start, gather = (0, _alone) if vocabulary is None else (vocabulary.start, vocabulary.gather)
+    if vocabulary is not None and banned is not None:
+        banned = banned.within(vocabulary, size)
+    inside = None if targets is None else targets - start
+    found, sums = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for at in chunks(len(hidden), head.weight) or [slice(0, 0)]:
-        logp = head.logprobs(hidden, temperature, at, banned)
-        found = logp.topk(k, -1)
-        ids.append(found.indices)
-        if targets is not None:  # before the rest is summed, of which the likeliest are taken out
-            own.append(logp.gather(-1, targets[at, None])[:, 0])
-        impossible = found.values <= NONE  # fewer than k ids are possible: the reader must see that
-        logprobs.append(torch.cat([found.values.masked_fill(impossible, -torch.inf), rest_of(logp, found.indices)], -1))
-    return torch.cat(ids), torch.cat(logprobs), torch.cat(own) if own else None
+        z = head.logits(hidden, temperature, at, banned)
+        lse, likeliest = torch.logsumexp(z, -1, keepdim=True), z.topk(min(k, size), -1)
+        own = torch.full_like(lse, -torch.inf)
+        if inside is not None:  # before the rest is summed, of which the likeliest are taken out
+            mine = (inside[at, None] >= 0) & (inside[at, None] < size)
+            own = z.gather(-1, inside[at, None].clamp(0, size - 1)).where(mine, own)
+        found.append((likeliest.values, likeliest.indices + start))
+        sums.append(torch.cat([lse, own, rest_of(z, likeliest.indices)], -1))
+    # of every rank, each [n, ranks x k] and [n, ranks]
+    values, ids = (gather(torch.cat(x)).movedim(0, 1).flatten(1) for x in zip(*found, strict=True))
+    lses, owns, rests = gather(torch.cat(sums)).movedim(0, 1).unbind(-1)
+    lse, kept = torch.logsumexp(lses, -1), values.topk(k, -1)
+    others = torch.cat([rests, values.scatter(-1, kept.indices, -torch.inf)], -1)
+    rest = centred(torch.logsumexp(others, -1, keepdim=True), lse)
+    logprobs = kept.values - lse[:, None]
+    impossible = logprobs <= NONE  # fewer than k ids are possible: the reader must see that
+    logprobs = torch.cat([logprobs.masked_fill(impossible, -torch.inf), rest], -1)
+    drawn = None if targets is None else centred(torch.logsumexp(owns, -1, keepdim=True), lse)[:, 0]
+    return ids.gather(-1, kept.indices), logprobs, drawn
+
+
+def _alone(x: Tensor) -> Tensor:
+    return x[None]
