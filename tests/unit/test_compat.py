@@ -1571,7 +1571,7 @@ def test_public_lines_of_an_engine_are_taken_where_its_environment_is(
     assert f"{AS_WRITTEN_THERE} of the {IN_ENVIRONMENT} are taken as\nwritten" in PAGE.read_text()
 
 
-LINES, AS_WRITTEN, IN_ENVIRONMENT, AS_WRITTEN_THERE = 113, 70, 29, 16
+LINES, AS_WRITTEN, IN_ENVIRONMENT, AS_WRITTEN_THERE = 113, 70, 29, 17
 NO_ENVIRONMENT = (
     r"model\.engine={engine}: \S+ is missing in the environment of \S+; make {engine}-env makes one with .*; set "
     r"model\.python=\.venv-{engine}/bin/python, or model\.engine=torch, which computes the same in this one"
