@@ -18,6 +18,7 @@ import pytest
 from handmade_model import write_model, write_rows
 
 from verl.cli import main
+from verl.config.cluster import placed_roles
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.errors import Refused
@@ -41,6 +42,7 @@ from verl.planner.latency import (
     update_s,
 )
 from verl.planner.mapping import PlannedRole, Rules, best_devices, device_counts, divided, step_of, times_of
+from verl.planner.memory import MEASURED_RANGE
 from verl.planner.placement import (
     PlacedRun,
     SetMemory,
@@ -96,6 +98,9 @@ def overfull(args: Sequence[str], config: Config, found: Sequence[PlacedRun], at
         for name, pool in made.cluster.pools.items():
             devices = max(1, sets[name].times.engine_devices if sets[name].roles == ("rollout",) else 1)
             assert pool.each["GPU"] == devices
+            wanted = {role for role in sets[name].roles if role in placed_roles(config) and role != "rollout"}
+            assert {*pool.roles} - {"compute", "recorder"} == wanted, name
+            assert bool(pool.replicas) == ("rollout" in sets[name].roles)
             if pool.memory.peak_bytes > devices * 0.9e9 * at.device.memory_gb:
                 out.append(f"{name}: {pool.memory.peak_bytes / 1e9:.1f} GB in {pool.memory.peak_phase}")
     return out
@@ -123,6 +128,8 @@ def test_the_plan_of_the_printed_arguments_fits_the_cards(
     assert found and not overfull(args, config, found, at)
     for one in found:  # what is printed beside it is that plan
         assert all(memory.peak_bytes <= memory.room_bytes for memory in one.memory)
+        assert all(memory.phases[memory.phase] == memory.peak_bytes for memory in one.memory)
+        assert all(max(memory.phases.values()) == memory.peak_bytes for memory in one.memory)
 
 
 def test_without_the_plan_placements_are_printed_that_do_not_fit(
@@ -141,6 +148,54 @@ def test_without_the_plan_placements_are_printed_that_do_not_fit(
         config, found = placed_on(args, at)
         full += len(overfull(args, config, found, at))
     assert full >= 3
+
+
+def test_every_figure_of_a_placement_has_its_range_and_every_phase_its_bytes(
+    recipes: dict[str, list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By hand: the seconds of a stage on devices that reach 1.4 times as much and as little; the bytes are those of the
+    plan of the printed arguments, phase by phase."""
+    (tmp_path / "cluster.yaml").write_text("- {device: H100, devices_per_node: 8, nodes: 2, network_gbs: 50}\n")
+    args = [*recipes["7B"], "algorithm.name=ppo"]
+    assert main(["plan", *args, f"cluster_file={tmp_path / 'cluster.yaml'}", "json=true"]) == 0
+    best = json.loads(capsys.readouterr().out)["placements"][0]
+    made = make_plan(load_config([*args, *map(str.strip, shlex.split(" ".join(best["configure"])))]).config)
+    assert made.cluster is not None
+    for one, pool in zip(best["sets"], made.cluster.pools.values(), strict=True):
+        assert one["phase_bytes"] == pool.memory.peaks and len(one["phase_bytes"]) > 2
+        assert one["peak_bytes_range"] == [int(share * one["peak_bytes"]) for share in MEASURED_RANGE]
+        assert tuple(one["peak_bytes_range"]) == pool.memory.peak_bytes_range
+        for stage, seconds in one["seconds"].items():
+            low, high = one["seconds_range"][stage]
+            assert high == pytest.approx(1.4 * seconds) and seconds / 1.4 <= low <= seconds
+            assert low < seconds or not seconds
+    ends = [
+        sum(max(one["seconds_range"][stage][i] for one in best["sets"]) for stage in best["sets"][0]["seconds"])
+        for i in (0, 1)
+    ]
+    assert ends == pytest.approx(best["step_s_range"])
+    # and as text: a range beside each number of seconds, and a bar of eight parts for each phase
+    assert main(["plan", *args, f"cluster_file={tmp_path / 'cluster.yaml'}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("memory    roles"))
+    for row, one in zip(lines[at + 1 :], best["sets"]):
+        bars = [(len(bar), bar.count("█"), float(gib)) for bar, gib in re.findall(r"([█░]+) ([\d.]+)", row)]
+        sizes = [one["phase_bytes"].get(phase) for phase in re.split(r"  +", lines[at])[2:]]
+        assert bars == [
+            (8, max(1, round(8 * n / one["room_bytes"])), round(n / 2**30, 1)) for n in sizes if n is not None
+        ]
+    assert "on CPUs, held at most 10% less and 12% more" in lines[at + 1 + len(best["sets"])]
+    for row in lines[at - len(best["sets"]) : at]:
+        cells = re.split(r"  +", row.strip())[3:]
+        assert all(cell == "-" or re.fullmatch(r"\S+ \(\S+ to \S+\)", cell) for cell in cells) and len(cells) == 3
+
+
+def test_the_error_of_planned_bytes_is_that_of_the_recorded_bench() -> None:
+    section = (Path(__file__).parents[2] / "bench" / "sections" / "plan_memory.md").read_text()
+    errors = [float(text) / 100 for text in re.findall(r"\| ([+-][\d.]+)% \|$", section, re.MULTILINE)]
+    held = [1 / (1 + error) for error in errors]
+    low, high = MEASURED_RANGE
+    assert len(held) >= 42 and low < min(held) < low + 0.02 and high - 0.02 < max(held) < high
 
 
 def test_keys_of_the_command_line_keep_their_values(

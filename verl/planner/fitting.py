@@ -159,14 +159,14 @@ class MemoryCounter:
         room = engine * int((1 - RESERVE) * 1e9 * at.device.memory_gb)
         if ROLLOUT not in roles:
             found = self.of_rank(by, passes, roles, 0)
-            return SetMemory(peak_bytes=found.peak_bytes, phase=found.peak_phase, room_bytes=room)
+            return _memory_of(found, room)
         most = int(min(most, self._most))
         if self._server:
             return self._of_server(by, passes, roles, at, work, engine, most, room)
 
         at_once = self._most_that_fit(by, passes, roles, most, room)
         found = self.of_rank(by, passes, roles, at_once)
-        return SetMemory(peak_bytes=found.peak_bytes, phase=found.peak_phase, room_bytes=room, at_once=at_once)
+        return replace(_memory_of(found, room), at_once=at_once)
 
     def _most_that_fit(self, by: Division, passes: PassSizes, roles: tuple[str, ...], most: int, room: int) -> int:
         """Return the most answers at once that fit, `most` at most; 1 if none does. The bytes of each phase grow with
@@ -207,8 +207,16 @@ class MemoryCounter:
         answer = kv_bytes_per_token(model, rollout_dtype(self._config)) * work.row_tokens
         at_once = min(most, int((share * whole - found.items["rollout weights"]) / answer))
         taken = others + int(max(share * whole, found.items["rollout weights"] + answer))
-        peak, phase = max((taken, ROLLOUT), (found.peak_bytes, found.peak_phase))
-        return SetMemory(peak_bytes=peak, phase=phase, room_bytes=room, at_once=max(1, at_once), share=share)
+        phases = {**found.peaks, ROLLOUT: taken}
+        phase = max(phases, key=lambda name: phases[name])
+        return SetMemory(
+            peak_bytes=phases[phase], phase=phase, room_bytes=room, at_once=max(1, at_once), share=share, phases=phases
+        )
+
+
+def _memory_of(found: MemoryEstimate, room: int) -> SetMemory:
+    """Return the memory of a rank with its phases."""
+    return SetMemory(peak_bytes=found.peak_bytes, phase=found.peak_phase, room_bytes=room, phases=found.peaks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +351,7 @@ class _Search:
         assert made is not None, "it has processes"
         pools = [made.pools[name].memory for name in pool_names(placed)]
         memory = [
-            of if of.share else replace(of, peak_bytes=pool.peak_bytes, phase=pool.peak_phase)
+            of if of.share else replace(of, peak_bytes=pool.peak_bytes, phase=pool.peak_phase, phases=pool.peaks)
             for of, pool in zip(looked, pools, strict=True)
         ]
         if any(pool.peak_bytes > of.room_bytes for pool, of in zip(pools, memory, strict=True)):

@@ -73,6 +73,9 @@ MOMENTS: Mapping[str, Sequence[Sequence[str]]] = MappingProxyType(
 """The temporary items of each phase of a role: for each moment of highest use, the items that are in memory
 together."""
 
+MEASURED_RANGE = (0.9, 1.12)
+"""The least and the most that ranks held in the fullest phase of 42 measured steps, as shares of the plan
+(bench/plan_memory.py)."""
 DIVERGENCE_COPIES = 6
 """Arrays of that size for the divergence from a teacher: log-probs and probabilities of both, their mixture, and the
 difference from it."""
@@ -90,6 +93,20 @@ class MemoryEstimate:
     """The sum of each phase's items."""
     peak_phase: str
     peak_bytes: int
+    peak_bytes_range: tuple[int, int]
+    """The peak with the error of the plan on measured steps, from low to high."""
+
+
+def error_text() -> str:
+    """Return the error of planned bytes as a line."""
+    less, more = (abs(share - 1) for share in MEASURED_RANGE)
+    return f"the tensors of measured steps, on CPUs, held at most {less:.0%} less and {more:.0%} more than planned"
+
+
+def bytes_range(planned: int) -> tuple[int, int]:
+    """Return from how many to how many bytes a rank holds of which so many are planned."""
+    low, high = (int(share * planned) for share in MEASURED_RANGE)
+    return low, high
 
 
 def summed(items: Mapping[str, int], named: Mapping[str, Sequence[str]]) -> MemoryEstimate:
@@ -99,7 +116,14 @@ def summed(items: Mapping[str, int], named: Mapping[str, Sequence[str]]) -> Memo
     peaks = {name: sum(items[i] for i in parts) for name, parts in phases.items()}
     top = max(peaks, key=lambda name: peaks[name])
     kept = {name: size for name, size in items.items() if name in used}
-    return MemoryEstimate(items=kept, phases=phases, peaks=peaks, peak_phase=top, peak_bytes=peaks[top])
+    return MemoryEstimate(
+        items=kept,
+        phases=phases,
+        peaks=peaks,
+        peak_phase=top,
+        peak_bytes=peaks[top],
+        peak_bytes_range=bytes_range(peaks[top]),
+    )
 
 
 # -- one role, one engine ----------------------------------------------------------------------------------------------

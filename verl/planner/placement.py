@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from verl.algorithms.presets import settled
@@ -42,7 +42,7 @@ from verl.planner.simulate import Lengths
 from verl.planner.sizes import expert_parameters_used, parameters_used
 from verl.planner.what_if import RESUME, Replayed, replayed, workload_of
 from verl.wire import FP8
-from verl.workers.pools import MAIN, NO_MODEL
+from verl.workers.pools import MAIN, NO_MODEL, placed_by_load
 
 OTHERS = 5
 """The placements that are printed beside the best one."""
@@ -75,6 +75,8 @@ class SetMemory:
     """The answers that an engine of the set decodes at once; 0: it has none."""
     share: float = 0.0
     """The share of a device that a server takes for its weights, keys and values; 0: the set has no server."""
+    phases: Mapping[str, int] = field(default_factory=dict)
+    """The bytes of each phase of a step."""
 
     @property
     def lacks_bytes(self) -> int:
@@ -236,12 +238,19 @@ def run_times(
 
 def seconds_on(config: Config, placed: PlacedRun, cluster: Sequence[Nodes], work: StepWork) -> float:
     """Return the seconds of a step of this placement on nodes with other figures."""
+    slowest = [max(column) for column in zip(*set_seconds_on(config, placed, cluster, work))]
+    return step_of(planned_roles(config), not colocated(config))(slowest)
+
+
+def set_seconds_on(
+    config: Config, placed: PlacedRun, cluster: Sequence[Nodes], work: StepWork
+) -> list[tuple[float, ...]]:
+    """Return the seconds of each set of this placement by stage on nodes with other figures."""
     roles, (engines, memory) = planned_roles(config), placed.engines
     engine = (engines.engine_devices, memory.at_once)
     times = run_times(roles, cluster, rules_of(config, work, placed.layout), placed.passes, engine)
     found = [times(one.roles, one.group, one.times.devices) for one in placed.placement.sets]
-    slowest = [max(column) for column in zip(*(one.seconds for one in found if one is not None))]
-    return step_of(roles, not colocated(config))(slowest)
+    return [one.seconds for one in found if one is not None]
 
 
 def paced(config: Config, found: Sequence[PlacedRun], work: StepWork, lengths: Lengths) -> list[PlacedRun]:
@@ -317,6 +326,7 @@ def placement_settings(config: Config, placed: PlacedRun) -> dict[str, Any]:
     """Return the keys that configure a placement with their values; engine options have keys of their own. Devices of
     several kinds are resources of Ray with the names of the cluster file."""
     home = next(one for one in placed.placement.sets if "actor" in one.roles)
+    own = placed_roles(config)  # a role on the base of another is where this is
     out: dict[str, Any] = {"cluster.backend": "ray"}
     if sum(one.times.devices for one in placed.placement.sets) > placed.at.devices_per_node or placed.mixed:
         out |= {"cluster.address": config.cluster.address or "auto"}
@@ -331,8 +341,12 @@ def placement_settings(config: Config, placed: PlacedRun) -> dict[str, Any]:
         for name, one in zip(names, placed.placement.sets, strict=True)
         if name != MAIN
     }
+    several = len(names) > 1
     roles = {
-        role: name for name, one in zip(names, placed.placement.sets, strict=True) for role in one.roles if name != MAIN
+        role: name
+        for name, one in zip(names, placed.placement.sets, strict=True)
+        for role in one.roles
+        if name != MAIN or (several and role in own and placed_by_load(role))
     }
     out |= ({"cluster.pools": pools} if pools else {}) | ({"cluster.roles": roles} if roles else {})
     out |= _sizes(config, placed)

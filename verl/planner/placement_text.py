@@ -12,7 +12,20 @@ from verl.planner.columns import aligned
 from verl.planner.disk import checkpoint_bytes, checkpoints_kept
 from verl.planner.latency import StepWork
 from verl.planner.mapping import RolePlacement, stages_of
-from verl.planner.placement import OTHERS, PlacedRun, corners, overrides, planned_roles, seconds_on
+from verl.planner.memory import bytes_range, error_text
+from verl.planner.placement import (
+    OTHERS,
+    PlacedRun,
+    SetMemory,
+    corners,
+    overrides,
+    planned_roles,
+    seconds_on,
+    set_seconds_on,
+)
+
+BAR = 8
+"""The characters of a bar of memory."""
 
 
 def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
@@ -30,15 +43,17 @@ def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
         + " and ".join(f"{device.name} ({device.source})" for device in used),
         *_pace_lines(config, best),
         f"          range: if its devices reach {spreads} times the shares of the cluster file, or less by this factor;"
-        " the seconds of its stages are as uncertain",
+        " the seconds of its stages too",
     ]
-    rows = [("devices", "roles", "GiB held at most", *(f"{stage}, s" for stage in stages))]
-    for placed, memory in zip(one.sets, best.memory, strict=True):
-        seconds = [f"{s:.3g}" if s else "-" for s in placed.times.seconds]
+    rows: list[tuple[str, ...]] = [("devices", "roles", "GiB held at most", *(f"{stage}, s" for stage in stages))]
+    for placed, memory, of_stages in zip(one.sets, best.memory, _stage_ranges(config, best, work), strict=True):
+        each = zip(placed.times.seconds, of_stages, strict=True)
+        seconds = [f"{s:.3g} ({low:.3g} to {high:.3g})" if s else "-" for s, (low, high) in each]
         kind = f" {best.cluster[placed.group].device.name}" if best.mixed else ""
         held = f"{memory.peak_bytes / 2**30:.1f} of {memory.room_bytes / 2**30:.1f} ({memory.phase})"
         rows.append((f"{placed.times.devices}{kind}", " + ".join(placed.roles), held, *seconds))
     lines += [f"          {row}" for row in aligned(rows)]
+    lines += _memory_lines(best)
     lines += [f"configure {' '.join(overrides(config, best))}", *beside_devices(config, best)]
     lines += [f"no room   {line}" for line in best.without_room]
     for other in found[1 : OTHERS + 1]:
@@ -51,8 +66,8 @@ def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
 
 
 def as_data(config: Config, found: Sequence[PlacedRun], work: StepWork) -> list[dict[str, object]]:
-    """Return the placements as data for JSON, best first: the seconds with their range, the devices of each set, and
-    the arguments that configure them."""
+    """Return the placements as data for JSON, best first: the seconds and bytes with their ranges, the devices of each
+    set, and the arguments that configure them."""
     stages, kept = stages_of(planned_roles(config)), found[: OTHERS + 1]
     ranges = [[seconds_on(config, placed, end, work) for end in corners(placed)] for placed in kept]
     return [
@@ -71,16 +86,48 @@ def as_data(config: Config, found: Sequence[PlacedRun], work: StepWork) -> list[
                     "devices": one.times.devices,
                     "device": placed.cluster[one.group].device.name,
                     "peak_bytes": memory.peak_bytes,
+                    "peak_bytes_range": bytes_range(memory.peak_bytes),
                     "peak_phase": memory.phase,
+                    "phase_bytes": memory.phases,
                     "room_bytes": memory.room_bytes,
                     "seconds": dict(zip(stages, one.times.seconds)),
+                    "seconds_range": dict(zip(stages, of_stages)),
                 }
-                for one, memory in zip(placed.placement.sets, placed.memory, strict=True)
+                for one, memory, of_stages in zip(
+                    placed.placement.sets, placed.memory, _stage_ranges(config, placed, work), strict=True
+                )
             ],
             "configure": overrides(config, placed),
         }
         for placed, between in zip(kept, ranges, strict=True)
     ]
+
+
+def _stage_ranges(config: Config, placed: PlacedRun, work: StepWork) -> list[list[tuple[float, float]]]:
+    """Return the range of the seconds of each set by stage."""
+    fast, slow = (set_seconds_on(config, placed, end, work) for end in corners(placed))
+    return [list(zip(*both, strict=True)) for both in zip(fast, slow, strict=True)]
+
+
+def _memory_lines(best: PlacedRun) -> list[str]:
+    """Return a table with a bar for each phase of a step and each set, in which the room of its devices is the whole
+    bar, and a line with the error of the bytes."""
+    phases = list(dict.fromkeys(phase for memory in best.memory for phase in memory.phases))
+    rows: list[tuple[str, ...]] = [("roles", *phases)]
+    for placed, memory in zip(best.placement.sets, best.memory, strict=True):
+        rows.append((" + ".join(placed.roles), *(_bar(memory, phase) for phase in phases)))
+    head, *others = aligned(rows)
+    error = f"          GiB of a rank, a full bar is what it has for a run; {error_text()}"
+    return [f"memory    {head}", *(f"          {row}" for row in others), error]
+
+
+def _bar(memory: SetMemory, phase: str) -> str:
+    """Return the GiB of a phase as a bar and a number; - if the set has no such phase."""
+    if phase not in memory.phases:
+        return "-"
+    held = memory.phases[phase]
+    full = min(BAR, max(1, round(BAR * held / memory.room_bytes)))
+    return f"{'█' * full}{'░' * (BAR - full)} {held / 2**30:.1f}"
 
 
 def _pace_lines(config: Config, placed: PlacedRun) -> list[str]:

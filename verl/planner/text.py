@@ -11,7 +11,7 @@ from verl.config.schema import Config
 from verl.planner.card import CardFacts, card_lines, check_card
 from verl.planner.clock import Pace
 from verl.planner.cluster import ClusterPlan
-from verl.planner.memory import MemoryEstimate
+from verl.planner.memory import MemoryEstimate, error_text
 from verl.planner.plan import Plan
 from verl.planner.sizes import RolloutSizes, RunLength, StepSizes
 from verl.planner.transport import SentWeights
@@ -187,4 +187,6 @@ def _memory_lines(memory: MemoryEstimate, title: str = "memory (estimate)") -> l
     for item, size in memory.items.items():
         rows.append(item.ljust(width) + "".join(f"{size_text(size) if item in parts else '-':>14}" for parts in phases))
     rows.append("sum".ljust(width) + "".join(f"{size_text(size):>14}" for size in memory.peaks.values()))
-    return [*rows, f"peak {size_text(memory.peak_bytes)} in {memory.peak_phase}"]
+    low, high = map(size_text, memory.peak_bytes_range)
+    peak = f"peak {size_text(memory.peak_bytes)} in {memory.peak_phase}"
+    return [*rows, peak, f"range {low} to {high}: {error_text()}"]

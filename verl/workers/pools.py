@@ -162,6 +162,11 @@ def pool_of(given: object, device: str) -> Pool:
     return msgspec.convert({**default, **given} if own and isinstance(given, Mapping) else given, Pool)
 
 
+def placed_by_load(role: str) -> bool:
+    """Return True for a role that has the least loaded pool where `cluster.roles` does not name it."""
+    return role in FROZEN or role.startswith("teacher")
+
+
 def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tuple[dict[str, Pool], dict[str, str]]:
     """Return ({name: pool}, {role: name of its pool}) for these roles and `rollout`. Raise Refused with one line for
     each contradiction in the section."""
@@ -185,7 +190,7 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         if not pool.bundle
     ]
     lives = {role: section.roles.get(role, MAIN) for role in (*roles, "rollout")}
-    for role in (r for r in roles if r in FROZEN or r.startswith("teacher")):
+    for role in filter(placed_by_load, roles):
         if role not in section.roles:
             lives[role] = _least_loaded(pools, {other: at for other, at in lives.items() if other != role})
     for role, name in section.roles.items():
