@@ -213,6 +213,34 @@ def test_keys_of_the_command_line_keep_their_values(
     assert steps[1] > 2 * steps[0]  # eight answers at once, and not all
 
 
+@pytest.mark.parametrize(("device", "wanted"), [("H100", "none"), ("L40S", "full")])
+def test_auto_checkpointing_is_settled_on_the_devices_of_the_file_and_printed(
+    recipes: dict[str, list[str]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    wanted: str,
+) -> None:
+    """The memory of this machine changes neither the placements nor the table above them; where `none` fits it is the
+    placement of `none`."""
+    (tmp_path / "cluster.yaml").write_text(f"- {{device: {device}, nodes: 2, devices_per_node: 4, network_gbs: 50}}\n")
+    key, file = "model.gradient_checkpointing", f"cluster_file={tmp_path / 'cluster.yaml'}"
+    found = []
+    for gib, how, more in ((8, "auto", ()), (4096, "auto", ()), (8, "auto", ("model.device=cuda",)), (8, "none", ())):
+        monkeypatch.setattr("verl.workers.host.total_bytes", lambda gib=gib: gib << 30)
+        given = () if how == "none" and wanted == "full" else (f"{key}={how}",)
+        assert main(["plan", *recipes["7B"], *LONG, *given, *more, file, "json=true"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    small, large, cuda, plain = (one["placements"] for one in found)
+    assert small == large == cuda and found[0]["plan"]["memory"] == found[1]["plan"]["memory"]
+    assert all(len([arg for arg in one["configure"] if arg.startswith(f"{key}=")]) == 1 for one in small)
+    assert f"{key}={wanted}" in small[0]["configure"]
+    assert [one["sets"] for one in small] == [one["sets"] for one in plain]
+    assert main(["plan", *recipes["7B"], *LONG, f"{key}=auto", file]) == 0
+    assert f"{key}=auto: none in this table" in capsys.readouterr().out
+
+
 def test_a_server_takes_the_share_that_models_leave_or_the_one_that_is_given(recipes: dict[str, list[str]]) -> None:
     """Alone it takes the 90% that a run has of each device; beside the actor less; a given share stays."""
     vllm, key = (

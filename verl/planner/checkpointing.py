@@ -39,6 +39,15 @@ def settle_checkpointing(resolved: Resolved, has: int | None, *, supervised: boo
     return replace(resolved, config=config, origins={**resolved.origins, KEY: f"{AUTO}, by the plan's memory"}), line
 
 
+def left_to_placement(resolved: Resolved) -> tuple[Resolved, str]:
+    """Return the configuration for the table of a plan with `none`, where a placement settles `auto` on the devices of
+    a cluster file, and a line that says so; without `auto` the configuration as it is, and ""."""
+    if resolved.config.model.gradient_checkpointing != AUTO:
+        return resolved, ""
+    line = f"{KEY}={AUTO}: {CHOICES[0]} in this table; the arguments of the placement have its value on its devices"
+    return replace(resolved, config=changed(resolved.config, {KEY: CHOICES[0]})), line
+
+
 def _peak_bytes(config: Config) -> int:
     """Return the peak of a run in this process, or of all processes on this machine."""
     step = step_sizes(config)

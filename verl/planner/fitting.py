@@ -21,6 +21,7 @@ from verl.config.schema import Config
 from verl.config.tree import changed
 from verl.errors import Refused
 from verl.model_engine.lora_spec import trained_by
+from verl.planner.checkpointing import AUTO
 from verl.planner.cluster import cluster_plan
 from verl.planner.hardware import Nodes, some_devices, total
 from verl.planner.latency import RESERVE, Division, StepWork
@@ -105,15 +106,16 @@ def smallest_cluster(
 
 def passes_of(config: Config, given: Collection[str] = ()) -> list[PassSizes]:
     """Return the passes of an update that are tried, from those of the configuration to the smallest ones: half as many
-    tokens, down to those of the longest row, and then with all layers computed again."""
-    longest, how = (
-        config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        config.model.gradient_checkpointing,
-    )
+    tokens, down to those of the longest row, and then with all layers computed again. model.gradient_checkpointing=auto
+    begins with none, whatever memory this machine has."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    how, kept = config.model.gradient_checkpointing, CHECKPOINTING in given
+    if how == AUTO:
+        how, kept = "none", False
     tokens = [config.step.max_tokens_per_microbatch]
     while tokens[-1] > longest and TOKENS not in given:
         tokens.append(max(longest, tokens[-1] // 2))
-    ways = [how] if CHECKPOINTING in given or how == "full" else [how, "full"]
+    ways = [how] if kept or how == "full" else [how, "full"]
     return [PassSizes(n, way) for way in ways for n in tokens]
 
 

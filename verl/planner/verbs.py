@@ -18,7 +18,7 @@ from verl.config.schema import Config
 from verl.config.validate import validate
 from verl.errors import Refused
 from verl.planner.card import supposed_card
-from verl.planner.checkpointing import settle_checkpointing
+from verl.planner.checkpointing import left_to_placement, settle_checkpointing
 from verl.planner.clock import pace_of
 from verl.planner.fitting import best_placements, smallest_cluster
 from verl.planner.grid import Point, combinations, grid_table, played, point_of, write_trace
@@ -86,12 +86,16 @@ def print_plan(resolved: Resolved, given: Mapping[str, str]) -> int:
     if "card_gib" in given:
         card = supposed_card(_number("card_gib", given["card_gib"], "the GiB of memory of a card"))
     has = card.free_bytes if card is not None else None if on_cuda(resolved.config) else host.total_bytes()
-    resolved, line = settle_checkpointing(resolved, has)
+    given_run = resolved
+    if card is None and "cluster_file" in given:
+        resolved, line = left_to_placement(resolved)
+    else:
+        resolved, line = settle_checkpointing(resolved, has)
     config = resolved.config
     made, pace = make_plan(config), pace_of(config, *times_s) if times_s else None
     card_text = None if card is None else card_line(config, made, card)
     if as_json:
-        found = _placed(resolved, given)
+        found = _placed(given_run, given)
         placed = None if found is None else as_data(*found)
         _print_json({"plan": made, "pace": None if pace is None else asdict(pace), "placements": placed})
         return 0
@@ -100,7 +104,7 @@ def print_plan(resolved: Resolved, given: Mapping[str, str]) -> int:
         print(card_text)
     if pace is not None:
         print(pace_line(config, pace))
-    if (found := _placed(resolved, given)) is not None:
+    if (found := _placed(given_run, given)) is not None:
         print(render(*found))
         if "deadline_s" in given and found[1][0].seconds(config) > float(given["deadline_s"]):
             print("the simulated step is longer than deadline_s: its formula has no tail of long answers and no waits")
