@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -559,6 +560,18 @@ def test_a_mapping_counts_the_memory_of_few_sets_and_reads_a_model_once(
         counted.clear()
         placed_on([*recipes["7B"], *LONG, "algorithm.name=ppo"], nodes(device, devices))
         assert 0 < len(counted) <= 700, len(counted)
+
+
+@pytest.mark.parametrize(("count", "limit_s"), [(2, 2), (128, 60)])
+def test_a_search_stays_within_its_limit_of_cpu_seconds(
+    recipes: dict[str, list[str]], count: int, limit_s: float
+) -> None:
+    """PPO with models of 7B on 16 and on 1,024 devices, a tenth and a seventh of the limits where they were measured.
+    The CPU seconds of this thread do not grow with what other processes do."""
+    began_s = time.thread_time()
+    _, found = placed_on([*recipes["7B"], "algorithm.name=ppo"], nodes("H100", count))
+    assert len({role for one in found[0].placement.sets for role in one.roles}) == 4
+    assert time.thread_time() - began_s < limit_s
 
 
 def test_a_plan_of_a_cluster_imports_no_torch(recipes: dict[str, list[str]], tmp_path: Path) -> None:
