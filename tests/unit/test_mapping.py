@@ -497,7 +497,9 @@ def test_a_step_waits_for_tools_and_rewards_as_in_the_simulator(
     steps = []
     for more in ((), ("reward_s=0.25", "tool_calls=2", "tool_s=0.5")):
         assert main(["plan", *ahead, "json=true", *more]) == 0
-        steps.append([one["simulated"]["period_s"] for one in json.loads(capsys.readouterr().out)["placements"]])
+        paces = [one["simulated"] for one in json.loads(capsys.readouterr().out)["placements"]]
+        assert all(pace["errors"]["tokens"] == 0 for pace in paces), "all answers have the length of the limit"
+        steps.append([pace["period_s"] for pace in paces])
     assert min(steps[1]) > min(steps[0])
     assert main(["plan", *recipe, "tool_s=1"]) == 2
     assert "tool_s=1 is of a placement: give cluster_file=FILE too" in capsys.readouterr().err
@@ -510,7 +512,15 @@ def test_the_rollout_of_a_run_ahead_has_the_devices_that_its_pace_needs(
     ahead = [*recipe, "pipeline.staleness=1", "rollout.max_response_tokens=64", "step.prompts_per_step=32"]
     assert main(["plan", *ahead, f"cluster_file={tmp_path / 'cluster.yaml'}", "mean_tokens=40", "sigma=0.5"]) == 0
     printed = capsys.readouterr().out
+    given = [*ahead, f"cluster_file={tmp_path / 'cluster.yaml'}", "mean_tokens=40", "sigma=0.5", "json=true"]
+    assert main(["plan", *given]) == 0
+    paces = [one["simulated"] for one in json.loads(capsys.readouterr().out)["placements"]]
+    assert all(0 < pace["errors"]["tokens"] < pace["tokens"] / 5 for pace in paces)
+    assert all(pace["errors"].keys() | {"errors"} == pace.keys() for pace in paces)
     assert "simulated with pipeline.staleness=1: " in printed and ", simulated +" in printed
+    slower = [line for line in printed.splitlines() if line.startswith("slower")]
+    ranged = r".*: \S+ \(\S+ to \S+\), simulated \S+ ± \d+%, \S+ s in \w+ \(\S+ to \S+\)"
+    assert slower and all(re.fullmatch(ranged, line) for line in slower), "every figure has its range"
     line = next(line for line in printed.splitlines() if line.startswith("configure "))
     assert main(["plan", *ahead, *shlex.split(line.removeprefix("configure ")), "cluster.address=auto"]) == 0
     config = load_config(ahead).config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict
 
@@ -11,7 +12,7 @@ from verl.config.schema import Config
 from verl.planner.columns import aligned
 from verl.planner.disk import checkpoint_bytes, checkpoints_kept
 from verl.planner.latency import StepWork
-from verl.planner.mapping import RolePlacement, stages_of
+from verl.planner.mapping import stages_of
 from verl.planner.memory import bytes_range, error_text
 from verl.planner.placement import (
     OTHERS,
@@ -23,6 +24,8 @@ from verl.planner.placement import (
     seconds_on,
     set_seconds_on,
 )
+from verl.planner.simulate import Simulated
+from verl.planner.what_if import Replayed
 
 BAR = 8
 """The characters of a bar of memory."""
@@ -56,12 +59,16 @@ def render(config: Config, found: Sequence[PlacedRun], work: StepWork) -> str:
     lines += _memory_lines(best)
     lines += [f"configure {' '.join(overrides(config, best))}", *beside_devices(config, best)]
     lines += [f"no room   {line}" for line in best.without_room]
+    of_best = _by_stage(config, best, work)
     for other in found[1 : OTHERS + 1]:
         gaps = [seconds_on(config, other, end, work) / s - 1 for end, s in zip(ends, (low_s, high_s))]
-        between = f" ({min(gaps):+.0%} to {max(gaps):+.0%})"
-        if other.simulated is not None:
-            between += f", simulated {other.seconds(config) / best.seconds(config) - 1:+.0%}"
-        lines.append(f"slower    {_sets_text(other)}: {_why(one, other.placement, stages, between)}")
+        why = f"{other.placement.step_s / one.step_s - 1:+.0%} ({min(gaps):+.0%} to {max(gaps):+.0%})"
+        if other.simulated is not None and best.simulated is not None:
+            why += f", simulated {_ratio_text(other.simulated, best.simulated)}"
+        more_s = zip(*(_longer(a, b) for a, b in zip(_by_stage(config, other, work), of_best)))
+        stage, (mean_s, *between) = max(zip(stages, more_s), key=lambda at: at[1][0])
+        why += f", {mean_s:+.3g} s in {stage} ({min(between):+.3g} to {max(between):+.3g})"
+        lines.append(f"slower    {_sets_text(other)}: {why}")
     return "\n".join(lines)
 
 
@@ -77,7 +84,7 @@ def as_data(config: Config, found: Sequence[PlacedRun], work: StepWork) -> list[
             "step_s_range": between,
             "price": placed.placement.price,
             "price_range": [placed.placement.price * s / placed.placement.step_s for s in between],
-            "simulated": None if placed.simulated is None else asdict(placed.simulated.pace),
+            "simulated": None if placed.simulated is None else _simulated_data(placed.simulated),
             "layout": asdict(placed.layout),
             "warnings": beside_devices(config, placed),
             "sets": [
@@ -150,15 +157,36 @@ def _sets_text(one: PlacedRun) -> str:
     return " | ".join(f"{' + '.join(placed.roles)} on {placed.times.devices}{kind}" for placed, kind in every)
 
 
-def _why(best: RolePlacement, other: RolePlacement, stages: Sequence[str], between: str) -> str:
-    """Return how much longer a placement takes, with its range, and in which stage most of it."""
-    by_stage = [
-        max(placed.times.seconds[i] for placed in other.sets) - max(placed.times.seconds[i] for placed in best.sets)
-        for i in range(len(stages))
-    ]
-    worst = max(range(len(by_stage)), key=lambda i: by_stage[i])
-    longer = f"{other.step_s / best.step_s - 1:+.0%}{between}"
-    return f"{longer}, {by_stage[worst]:+.3g} s in {stages[worst]}"
+def _by_stage(config: Config, placed: PlacedRun, work: StepWork) -> list[list[float]]:
+    """Return the seconds of each stage, of the set that takes longest: as planned, and at both ends of the range."""
+    each = [[one.times.seconds for one in placed.placement.sets]]
+    each += [set_seconds_on(config, placed, end, work) for end in corners(placed)]
+    return [[max(column) for column in zip(*sets)] for sets in each]
+
+
+def _longer(these: Sequence[float], those: Sequence[float]) -> list[float]:
+    return [a - b for a, b in zip(these, those, strict=True)]
+
+
+def _ratio_text(one: Replayed, best: Replayed) -> str:
+    """Return how much longer a simulated step takes than the best one's, with two standard deviations."""
+    ratio = one.pace.period_s / best.pace.period_s
+    error = ratio * math.hypot(*(each.error(_period_s) / each.pace.period_s for each in (one, best)))
+    return f"{ratio - 1:+.0%} ± {error:.0%}"
+
+
+def _period_s(pace: Simulated) -> float:
+    return pace.period_s
+
+
+def _simulated_data(found: Replayed) -> dict[str, object]:
+    """Return the means of a simulated run, and two standard deviations of each as `errors`."""
+    means = asdict(found.pace)
+    names = [name for name, value in means.items() if isinstance(value, float)]
+    errors: dict[str, object] = {name: found.error(lambda pace, name=name: getattr(pace, name)) for name in names}  # type: ignore[misc]
+    shares = means["staleness"]
+    errors["staleness"] = {age: found.error(lambda pace, age=age: pace.staleness.get(age, 0.0)) for age in shares}  # type: ignore[misc]
+    return means | {"errors": errors}
 
 
 def beside_devices(config: Config, placed: PlacedRun) -> list[str]:
