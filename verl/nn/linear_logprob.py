@@ -198,7 +198,9 @@ class _LinearLogprob(torch.autograd.Function):
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             if ctx.banned is not None:
                 ctx.banned.close(dz, at, 0.0)  # of one that is named or the target too
-            dz = dz[:, : len(weight)].div_(temperature[at, None])
+            dz /= temperature[at, None]
+            if d_apart is not None and here is not None:
+                dz = dz[:, :-1]
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
         return *sums.found(weight, bias), *[None] * 8
 
