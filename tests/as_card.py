@@ -14,7 +14,7 @@ from interpreted import fix_bf16_products
 from verl.accel import devices, trained
 from verl.accel.cuda.rows import KERNELS, TRITON
 from verl.accel.operations import Call, Use
-from verl.nn import attention, fused, linear_logprob
+from verl.nn import attention, fused, head_kernels, linear_logprob, linear_teacher
 
 TRAINED = ("trained_rms_norm", "trained_swiglu", "trained_rotation")
 
@@ -51,6 +51,7 @@ def take_for_card(patch: pytest.MonkeyPatch) -> Counter[str]:
     patch.setattr(devices, "DEVICES", MappingProxyType({**devices.DEVICES, "cpu": devices.DEVICES["cuda"]}))
     patch.setattr(fused, "trained_ops", trained_ops)
     patch.setattr(attention, "segment_kernel", segments)
-    head = linear_logprob.LogitKernels(kernel("logit_sums"), kernel("logit_gradients"))
-    patch.setattr(linear_logprob, "logit_kernels", lambda *use: head)
+    head = head_kernels.LogitKernels(kernel("logit_sums"), kernel("logit_gradients"))
+    for module in (linear_logprob, linear_teacher):
+        patch.setattr(module, "logit_kernels", lambda *use: head)
     return calls

@@ -65,7 +65,7 @@ LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_cl
 PLACES = "tests/unit/test_config_cluster.py"
 LOOK_AHEAD = "tests/unit/test_look_ahead.py"
 PROMPTS = "tests/numerics/test_packed_prompts.py"
-HEAD_KERNELS = "tests/numerics/test_head_kernels.py"
+HEAD_KERNELS, HEAD_NAMED = "tests/numerics/test_head_kernels.py", "tests/numerics/test_head_named.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 NOTES = "tests/numerics/test_kernel_notes.py"
 CAPTURED = "tests/numerics/test_captured_steps.py"
@@ -457,7 +457,7 @@ MUTANTS = (
         "workers/role.py", "return () if self.engine.capabilities.replays_routes else (ROUTES,)", "return ()", REPLAY
     ),
     Mutant("model_engine/torch_engine.py", "replace(batch, routes=None) if average or start else", "", REPLAY),
-    Mutant("nn/linear_logprob.py", ".add_(share)", "", TEACHER),
+    Mutant("nn/linear_logprob.py", ".add_(of_shares)", "", TEACHER),
     Mutant("nn/linear_logprob.py", "apart[:, -1].clone()", "apart[:, -1]", TEACHER),
     Mutant("nn/linear_logprob.py", ".scatter_(-1, ids[at], theirs)", "", TEACHER),
     Mutant("nn/linear_logprob.py", "z.scatter_(-1, ids[at], apart[at, :-1])", "pass", TEACHER),
@@ -500,7 +500,7 @@ MUTANTS = (
     Mutant("nn/torch_compat.py", "= source._sharded_param_data", "= source._sharded_param_data.clone()", SIBLINGS),
     Mutant("model_engine/pipeline.py", "and self.lora is None", "", RANKS),
     Mutant("model_engine/pipeline.py", "if out.requires_grad:", "if True:", STAGES),
-    Mutant("nn/linear_logprob.py", "(share * (next(of_ranks) - log_share))", "(share * next(of_ranks))", RANKS),
+    Mutant("nn/logit_chunks.py", "(weight * (entropies - log_weight))", "(weight * entropies)", RANKS),
     Mutant("nn/linear_logprob.py", "d if here is None else d * here[at, None]", "d", RANKS),
     Mutant("nn/expert_parallel.py", "if len(x) == 0:", "if False:", RANKS),
     Mutant("nn/expert_parallel.py", "found * weights[:, None]", "found", RANKS),
@@ -1522,12 +1522,19 @@ MUTANTS = (
         HEAD_KERNELS,
     ),
     Mutant("nn/linear_logprob.py", "targets.where(here, -1)", "targets", HEAD_KERNELS),
-    Mutant(
-        "nn/linear_logprob.py",
-        "if ids is None else None\n        exact",
-        "if True else None\n        exact",
-        HEAD_KERNELS,
-    ),
+    Mutant("nn/head_kernels.py", "here[:, -1] &= ~own[:, :-1].any(1)", "pass", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "closed = ~here | (z == -torch.inf)", "closed = ~here", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "raw.bias[at], raw", "raw.bias[ids[:, :1]], raw", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "torch.logaddexp(others, taken.logits[:, -1])", "others", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "entropy.masked_fill(none, 0)", "entropy", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "theirs *= 1 -", "theirs *= 1 - 0 *", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "theirs / raw.temperature[:, None]", "theirs", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "of_rest * share_of(log_p, rest)).where", "of_rest * p).where", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "of_entropy[0][:, 0] + log_p", "of_entropy[0][:, 0]", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "rest)).where(needed, 0)", "rest))", HEAD_NAMED),
+    Mutant("nn/head_kernels.py", "gradients = gradients.masked_fill(self.logits == -torch.inf, 0)", "pass", HEAD_NAMED),
+    Mutant("nn/linear_teacher.py", "if head.bias is None else None", "if True else None", HEAD_NAMED),
+    Mutant("nn/linear_teacher.py", "own[:, None].where(mine, -torch.inf)", "own[:, None]", HEAD_NAMED),
     Mutant("accel/cuda/prompts.py", "t[None, :] <= position", "t[None, :] < position", CUDA),
     Mutant("accel/cuda/prompts.py", "position = length - tokens + i", "position = i", CUDA),
     Mutant("accel/cuda/prompts.py", "lowest - window + 1", "lowest - window + BLOCK + 1", CUDA),

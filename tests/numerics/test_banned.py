@@ -25,8 +25,9 @@ from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models.families import banned_ids
 from verl.models.multimodal import with_pictures
-from verl.nn.linear_logprob import NONE, Banned, Vocabulary, linear_logprob
+from verl.nn.linear_logprob import Banned, Vocabulary, linear_logprob
 from verl.nn.linear_teacher import HeadWeights, divergence, top_k
+from verl.nn.logit_chunks import NONE
 from verl.objective import Term
 from verl.rollout.base import Completion, GenerateRequest
 from verl.transfer_queue.memory import MemoryQueue

@@ -32,9 +32,10 @@ from verl.model_engine.lm_head import read_teacher
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
 from verl.model_engine.torch_engine import TorchEngine
-from verl.nn.linear_logprob import NONE, linear_logprob
+from verl.nn.linear_logprob import linear_logprob
 from verl.nn.linear_teacher import HeadWeights, logprobs_at, top_k
 from verl.nn.linear_teacher import divergence as with_figures
+from verl.nn.logit_chunks import NONE
 from verl.objective import Term, TermValue
 
 N, V = 21, 13

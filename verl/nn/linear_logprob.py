@@ -16,9 +16,8 @@ from verl.accel.devices import device_facts
 from verl.accel.operations import Call, Use
 from verl.accel.plain import PLAIN
 from verl.accel.table import choose
-
-NONE = -1e30
-"""The log-prob of probability 0. It is finite, so that p log p is 0 and not NaN."""
+from verl.nn.head_kernels import LogitKernels, RawLogits, logit_kernels
+from verl.nn.logit_chunks import centred, chunk_logits, mixture, rest_of, share_of, slope_of, with_no_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,40 +56,6 @@ class Banned:
         return Banned(ids[(ids >= 0) & (ids < size)], self.rows)
 
 
-@dataclass(frozen=True, slots=True)
-class LogitKernels:
-    """The kernels of the operations `logit_sums` and `logit_gradients`, each of which reads a chunk of logits once."""
-
-    sums: Call
-    gradients: Call
-
-    def sums_of(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        temperature: Tensor,
-        bias: Tensor | None,
-        cap: float,
-        banned: Banned | None,
-    ) -> Sequence[Tensor]:
-        """Return the target's logit, the log-sum-exp, the entropy and the sum of squared probabilities, each [n], of
-        hidden [n, H] and a weight [V, H] of its dtype."""
-        found = torch.empty(4, len(hidden), device=hidden.device)
-        for at in chunks(len(hidden), weight):
-            z = raw_logits(hidden[at], weight, banned, at)
-            found[:, at] = self.sums(z, targets[at], temperature[at], bias, cap)
-        return [row.clone() for row in found]  # results that are views of each other could not be changed in place
-
-
-@cache
-def logit_kernels(device: torch.device, dtype: torch.dtype) -> LogitKernels | None:
-    """Return the kernels for hidden states of a dtype; None: torch's operations compute their logits."""
-    found = [choose(name, Use(device, dtype)) for name in ("logit_sums", "logit_gradients")]
-    calls = [choice.call for choice in found if choice is not None]
-    return LogitKernels(*calls) if len(calls) == len(found) else None
-
-
 class _LinearLogprob(torch.autograd.Function):
     """The autograd function of `linear_logprob`. Its backward pass computes the logits of each chunk again."""
 
@@ -116,17 +81,18 @@ class _LinearLogprob(torch.autograd.Function):
             targets = targets.clamp(0, len(weight) - 1)
             ids = None if ids is None else vocabulary.local(ids, len(weight))
         n = hidden.shape[0]
-        kernels = logit_kernels(hidden.device, hidden.dtype) if ids is None else None
+        kernels = logit_kernels(hidden.device, hidden.dtype)
         exact = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = torch.empty(n, dtype=exact, device=hidden.device)
         lse = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if want_entropy else None
         sum_pi2 = torch.empty_like(logprobs) if want_sum_pi_squared else None
         apart = None if ids is None else logprobs.new_empty(n, ids.shape[1] + 1)
+        others = None  # [n], by the kernels: the log-sum-exp of the ids that are neither named nor targets
         cast = weight.to(hidden.dtype)  # once instead of once per chunk
         if kernels is not None:
-            given = cast, of_slice(targets, here), temperature, bias, cap, banned
-            logprobs, lse, *more = kernels.sums_of(hidden, *given)
+            of_rows = of_slice(targets, here), temperature, bias, cap, banned, ids, apart
+            logprobs, lse, *more, others = _by_kernels(kernels, hidden, cast, *of_rows)
             entropy, sum_pi2 = (x if wanted else None for x, wanted in zip(more, (want_entropy, want_sum_pi_squared)))
         for at in chunks(n, weight) if kernels is None else ():
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
@@ -152,7 +118,7 @@ class _LinearLogprob(torch.autograd.Function):
         logprobs -= lse
         apart = None if apart is None else centred(apart, lse)
         rest = None if apart is None else apart[:, -1].clone()  # a view of what is returned would keep itself alive
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest, others)
         ctx.cap, ctx.banned, ctx.kernels = cap, banned, kernels
         ctx.set_materialize_grads(False)  # no gradient is computed for an output that no loss uses
         if sum_pi2 is not None:
@@ -164,7 +130,7 @@ class _LinearLogprob(torch.autograd.Function):
     def backward(
         ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: None, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest, others = ctx.saved_tensors
         d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
         # rows that nothing depends on are left out: groups without signal cost nothing, a NaN in them reaches nothing
         needed = d_logprob != 0 if d_entropy is None else (d_logprob != 0) | (d_entropy != 0)
@@ -174,10 +140,16 @@ class _LinearLogprob(torch.autograd.Function):
         sums = HeadGradients(hidden, weight, bias, lse.dtype, ctx.needs_input_grad[1:3])
         for at in chunks_of(needed, weight):
             h, d = hidden[at], d_logprob[at, None]
+            of_entropy = None if d_entropy is None else (entropy[at, None], d_entropy[at, None])
             if ctx.kernels is not None:
-                z = raw_logits(h, cast, ctx.banned, at)
-                of_rows = (None if x is None else x[at] for x in (lse, d_logprob, entropy, d_entropy))
-                dz = ctx.kernels.gradients(z, of_slice(targets, here)[at], temperature[at], *of_rows, bias, ctx.cap)
+                z, own = raw_logits(h, cast, ctx.banned, at), of_slice(targets, here)[at]
+                if d_apart is None:
+                    of_rows = (None if x is None else x[at] for x in (lse, d_logprob, entropy, d_entropy))
+                    dz = ctx.kernels.gradients(z, own, temperature[at], *of_rows, bias, ctx.cap)
+                else:
+                    raw = RawLogits(z, own, temperature[at], bias, ctx.cap)
+                    of_rows = (x[at] for x in (ids, needed, lse, others, rest, d_logprob, d_apart))
+                    dz = ctx.kernels.gradients_apart(raw, *of_rows, of_entropy)
                 sums.add(at, dz, h, cast, needed[at], zeroed=True)
                 continue
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
@@ -186,15 +158,14 @@ class _LinearLogprob(torch.autograd.Function):
             if ctx.banned is not None:
                 ctx.banned.close(z, at)
             logp = centred(z, lse[at])
-            of_entropy = None if d_entropy is None else (entropy[at, None], d_entropy[at, None])
             if d_apart is None:
-                dz = _slope(logp, d, of_entropy)
+                dz = slope_of(logp, d, of_entropy)
             else:  # each id that is not named gets the share p / rest of the gradient of the rest
                 named, of_rest = d_apart[at, :-1], d_apart[at, -1:]
                 every = d + d_apart[at].sum(-1, keepdim=True)
-                theirs = _slope(logp.gather(-1, ids[at]), every, of_entropy) + named
-                share = (logp - rest[at, None].clamp(min=NONE / 2)).exp_().mul_(of_rest)  # in logs, since p may be 0
-                dz = _slope(logp, every, of_entropy).add_(share).scatter_(-1, ids[at], theirs)
+                theirs = slope_of(logp.gather(-1, ids[at]), every, of_entropy) + named
+                of_shares = share_of(logp, rest[at, None]).mul_(of_rest)
+                dz = slope_of(logp, every, of_entropy).add_(of_shares).scatter_(-1, ids[at], theirs)
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             if ctx.banned is not None:
                 ctx.banned.close(dz, at, 0.0)  # of one that is named or the target too
@@ -205,24 +176,29 @@ class _LinearLogprob(torch.autograd.Function):
         return *sums.found(weight, bias), *[None] * 8
 
 
-def _slope(logp: Tensor, d: Tensor, of_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Return the gradient [n, v] to the logits, without the target's own term: -d p, where d [n, 1] is the gradient to
-    the log-prob. With of_entropy = (H, dL/dH), each [n, 1], add dL/dH dH/dz, where dH/dz = -p (log p + H). Overwrites
-    logp [n, v]."""
-    if of_entropy is None:
-        return logp.exp_().mul_(-d)
-    p = logp.exp()
-    return logp.add_(of_entropy[0]).mul_(-of_entropy[1]).sub_(d).mul_(p)
-
-
-def with_no_id(z: Tensor) -> Tensor:
-    """Return logits [n, V] with one more column, -inf: the logit of all ids that are in another slice."""
-    return torch.nn.functional.pad(z, (0, 1), value=-torch.inf)
-
-
-def rest_of(z: Tensor, ids: Tensor) -> Tensor:
-    """Return the log-sum-exp [n, 1] of the logits z [n, V] without those of `ids` [n, k], which become -inf in z."""
-    return torch.logsumexp(z.scatter_(-1, ids, -torch.inf), -1, keepdim=True).clamp_(min=NONE)
+def _by_kernels(
+    kernels: LogitKernels,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    bias: Tensor | None,
+    cap: float,
+    banned: Banned | None,
+    ids: Tensor | None,
+    apart: Tensor | None,
+) -> list[Tensor]:
+    """Return the target's logit, the log-sum-exp, the entropy, the sum of squared probabilities and the last row of
+    `LogitKernels.sums_apart`, each [n], of hidden [n, H] and a weight [V, H] of its dtype. Given ids [n, k], overwrite
+    `apart` [n, k + 1] with their logits and the rest; without, the last row is undefined."""
+    found = torch.empty(5, len(hidden), device=hidden.device)
+    for at in chunks(len(hidden), weight):
+        raw = RawLogits(raw_logits(hidden[at], weight, banned, at), targets[at], temperature[at], bias, cap)
+        if ids is None or apart is None:
+            found[:4, at] = kernels.sums(raw.z, raw.targets, raw.temperature, bias, cap)
+        else:
+            found[:, at], apart[at] = kernels.sums_apart(raw, ids[at])
+    return [row.clone() for row in found]  # results that are views of each other could not be changed in place
 
 
 class HeadGradients:
@@ -274,11 +250,10 @@ def _over_slices(
     known = [x for x in (z, lse, entropy, sum_pi2) if x is not None]
     of_ranks = iter(vocabulary.gather(torch.stack(known)).unbind(1))  # each [ranks, n]
     z, parts = next(of_ranks).sum(0), next(of_ranks)
-    lse = torch.logsumexp(parts, 0)
-    log_share = (parts - lse).clamp_(min=NONE)
-    share = log_share.exp()
-    entropy = None if entropy is None else (share * (next(of_ranks) - log_share)).sum(0)
-    sum_pi2 = None if sum_pi2 is None else (share.square() * next(of_ranks)).sum(0)
+    entropies, sums = (None if x is None else next(of_ranks) for x in (entropy, sum_pi2))
+    none = torch.zeros_like(parts)
+    lse, *mixed = mixture(parts, none if entropies is None else entropies, none if sums is None else sums)
+    entropy, sum_pi2 = (None if x is None else found for x, found in zip((entropies, sums), mixed, strict=True))
     return z, lse, entropy, sum_pi2
 
 
@@ -312,18 +287,6 @@ def of_slice(targets: Tensor, here: Tensor | None) -> Tensor:
     return targets if here is None else targets.where(here, -1)
 
 
-def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float) -> Tensor:
-    """Return the logits [n, V] of hidden [n, H] in float32 (float64 stays), capped, then divided by each row's
-    temperature. Those of half precision are rounded to it once, as a rollout rounds them."""
-    z = hidden @ weight.T
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    if bias is not None:
-        z += bias
-    if cap:
-        z = z.div_(cap).tanh_().mul_(cap)
-    return z.div_(temperature[:, None])
-
-
 def head_product(a: Tensor, b: Tensor) -> Tensor:
     """Return a [m, k] b [k, n]: in float32 where the device sums half precision in it at no cost, else in their
     dtype."""
@@ -337,12 +300,6 @@ def wide_kernel(device: torch.device, dtype: torch.dtype) -> Call | None:
     """Return the kernel of the operation `wide_product`; None: its result costs a conversion of both factors."""
     found = choose("wide_product", Use(device, dtype), without=(PLAIN,))
     return None if found is None else found.call
-
-
-def centred(z: Tensor, lse: Tensor) -> Tensor:
-    """Replace logits z by log-probs in place, by their log-sum-exp [n]; -inf becomes `NONE`, so that p log p is 0 and
-    not NaN."""
-    return z.sub_(lse[:, None]).clamp_(min=NONE)
 
 
 def linear_logprob(

@@ -14,18 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.nn.linear_logprob import (
-    NONE,
-    Banned,
-    HeadGradients,
-    Vocabulary,
-    centred,
-    chunk_logits,
-    chunks,
-    chunks_of,
-    linear_logprob,
-    rest_of,
-)
+from verl.nn.head_kernels import RawLogits, logit_kernels
+from verl.nn.linear_logprob import Banned, HeadGradients, Vocabulary, chunks, chunks_of, linear_logprob, raw_logits
+from verl.nn.logit_chunks import NONE, centred, chunk_logits, rest_of
 
 FIGURES = ("drawn_by_teacher", "teacher_agreement", "teacher_entropy")
 """Figures of the teacher's whole distribution at each token: the log-prob of the drawn id, 1.0 if teacher and student
@@ -197,17 +188,27 @@ def top_k(
     start, gather = (0, _alone) if vocabulary is None else (vocabulary.start, vocabulary.gather)
     if vocabulary is not None and banned is not None:
         banned = banned.within(vocabulary, size)
-    inside = None if targets is None else targets - start
+    inside = torch.full((len(hidden),), -1, device=hidden.device) if targets is None else targets - start
+    # the likeliest are those of the raw logits, unless a bias is added to these
+    kernels = logit_kernels(hidden.device, hidden.dtype) if head.bias is None else None
+    cast = head.weight if kernels is None else head.weight.to(hidden.dtype)
     found, sums = list[tuple[Tensor, Tensor]](), list[Tensor]()
     for at in chunks(len(hidden), head.weight) or [slice(0, 0)]:
-        z = head.logits(hidden, temperature, at, banned)
-        lse, likeliest = torch.logsumexp(z, -1, keepdim=True), z.topk(min(k, size), -1)
-        own = torch.full_like(lse, -torch.inf)
-        if inside is not None:  # before the rest is summed, of which the likeliest are taken out
-            mine = (inside[at, None] >= 0) & (inside[at, None] < size)
-            own = z.gather(-1, inside[at, None].clamp(0, size - 1)).where(mine, own)
-        found.append((likeliest.values, likeliest.indices + start))
-        sums.append(torch.cat([lse, own, rest_of(z, likeliest.indices)], -1))
+        mine = (inside[at, None] >= 0) & (inside[at, None] < size)
+        if kernels is None:
+            z = head.logits(hidden, temperature, at, banned)
+            lse, (values, ids) = torch.logsumexp(z, -1, keepdim=True), z.topk(min(k, size), -1)
+            # before the rest is summed, of which the likeliest are taken out
+            own = z.gather(-1, inside[at, None].clamp(0, size - 1))
+            of_rows = [lse, own.where(mine, -torch.inf), rest_of(z, ids)]
+        else:
+            z = raw_logits(hidden[at], cast, banned, at)
+            ids = z.topk(min(k, size), -1).indices
+            raw = RawLogits(z, inside[at], temperature[at], None, head.cap)
+            (own, lse, *_), named = kernels.sums_apart(raw, ids)
+            values, of_rows = named[:, :-1], [lse[:, None], own[:, None].where(mine, -torch.inf), named[:, -1:]]
+        found.append((values, ids + start))
+        sums.append(torch.cat(of_rows, -1))
     # of every rank, each [n, ranks x k] and [n, ranks]
     values, ids = (gather(torch.cat(x)).movedim(0, 1).flatten(1) for x in zip(*found, strict=True))
     lses, owns, rests = gather(torch.cat(sums)).movedim(0, 1).unbind(-1)
