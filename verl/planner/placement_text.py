@@ -84,7 +84,7 @@ def as_data(config: Config, found: Sequence[PlacedRun], work: StepWork) -> list[
             "step_s_range": between,
             "price": placed.placement.price,
             "price_range": [placed.placement.price * s / placed.placement.step_s for s in between],
-            "simulated": None if placed.simulated is None else _simulated_data(placed.simulated),
+            "simulated": None if placed.simulated is None else placed.simulated.as_data(),
             "layout": asdict(placed.layout),
             "warnings": beside_devices(config, placed),
             "sets": [
@@ -177,16 +177,6 @@ def _ratio_text(one: Replayed, best: Replayed) -> str:
 
 def _period_s(pace: Simulated) -> float:
     return pace.period_s
-
-
-def _simulated_data(found: Replayed) -> dict[str, object]:
-    """Return the means of a simulated run, and two standard deviations of each as `errors`."""
-    means = asdict(found.pace)
-    names = [name for name, value in means.items() if isinstance(value, float)]
-    errors: dict[str, object] = {name: found.error(lambda pace, name=name: getattr(pace, name)) for name in names}  # type: ignore[misc]
-    shares = means["staleness"]
-    errors["staleness"] = {age: found.error(lambda pace, age=age: pace.staleness.get(age, 0.0)) for age in shares}  # type: ignore[misc]
-    return means | {"errors": errors}
 
 
 def beside_devices(config: Config, placed: PlacedRun) -> list[str]:

@@ -188,19 +188,11 @@ def _prices(given: Mapping[str, str]) -> tuple[float, float]:
 
 def _run_data(config: Config, got: Replayed, prices: tuple[float, float]) -> dict[str, Any]:
     """Return the figures of a simulated run with their errors."""
+    data = {"pipeline.staleness": config.pipeline.staleness, **got.as_data()}
     point = point_of({}, config, got, prices)
-    data: dict[str, Any] = {"staleness": config.pipeline.staleness, **asdict(got.pace)}
-    data |= {
-        "period_error_s": got.error(lambda pace: pace.period_s),
-        "wait_error_s": got.error(lambda pace: pace.wait_s),
-        "idle_share_error": got.error(lambda pace: pace.idle_share),
-        "tokens_per_s": point.tokens_per_s,
-        "tokens_per_s_error": point.tokens_per_s_error,
-    }
     if point.price:
-        data |= {"price": point.price, "price_error": point.price_error}
-        data["price_per_million_tokens"] = point.price_per_million_tokens
-        data["price_per_million_error"] = point.price_per_million_error
+        data |= {"price": point.price, "price_per_million_tokens": point.price_per_million_tokens}
+        data["errors"] |= {"price": point.price_error, "price_per_million_tokens": point.price_per_million_error}
     return data
 
 

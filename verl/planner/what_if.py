@@ -6,8 +6,10 @@ import heapq
 import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from operator import attrgetter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -224,6 +226,16 @@ class Replayed:
     def text(self, figure: Callable[[Simulated], float], form: str, error_form: str = "") -> str:
         """Return a figure with its error in these formats."""
         return f"{figure(self.pace):{form}} ± {self.error(figure):{error_form or form}}"
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the means as data for JSON, and the error of each by its name as `errors`."""
+        means = {**asdict(self.pace), "tokens_per_s": self.pace.tokens_per_s}
+        errors: dict[str, Any] = {name: self.error(attrgetter(name)) for name in means if name != "staleness"}
+        errors["staleness"] = {
+            age: self.error(lambda pace, age=age: pace.staleness.get(age, 0.0))  # type: ignore[misc]
+            for age in self.pace.staleness
+        }
+        return means | {"errors": errors}
 
 
 def replayed(config: Config, work: Workload, publishes: int = PUBLISHES) -> Replayed:
