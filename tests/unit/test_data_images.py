@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from vision import END, IMAGE, START, chat_folder, encoded, image_tokenizer, png
+from vision import END, IMAGE, START, chat_folder, encoded, image_tokenizer, png, png_header
 
 from verl.config.schema import DataConfig
 from verl.config.tree import leaves
@@ -206,7 +206,7 @@ def test_a_file_that_changes_is_read_again(load: Any, tmp_path: Path) -> None:
         load(given)
 
 
-BOMB = encoded(Image.new("1", (30_000, 30_000)))
+BOMB = png_header(30_000)
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 12, 3), np.uint8))
 ANIMATED = encoded(NOISE, "GIF", save_all=True, append_images=[NOISE.rotate(90)])
 
