@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
 from verl.accel.linear import Plain, SingleProducts
+from verl.accel.transfer import to_device
 from verl.parameter_set import POLICY_SET, ParameterSet
 from verl.rollout.embedded.core import DecodeRows
 from verl.rollout.native import paged
@@ -184,7 +185,15 @@ class Stepping:
             prompt = np.random.default_rng(ids).integers(0, s.vocab, ids)
             kv[:, :, :, :5] = torch.randn(kv[:, :, :, :5].shape, generator=torch.Generator().manual_seed(1))
             job = Job(
-                (name, (), False, prompt.tobytes()), prompt, kv.to(self.model.device), 5, 0, False, None, None, None
+                (name, (), False, prompt.tobytes()),
+                prompt,
+                to_device(kv, self.model.device),
+                5,
+                0,
+                False,
+                None,
+                None,
+                None,
             )
             self.step.prompts.plan([(job, beside)])
         drawn = draws_of(np.array([0.25, 0.5, 0.875])[:rows], 1.0, [0, 3, 5][:rows] if self.cuts else 0)

@@ -1,5 +1,6 @@
 """A micro-batch of the packed path does not wait for the device: on the device `meta`, of which no number can be read,
-its forward pass, its loss with all metrics, and its backward pass run to the end."""
+its forward pass, its loss with all metrics, and its backward pass run to the end, and what they get from the host is
+sent without waiting."""
 
 from collections import Counter
 from itertools import product
@@ -27,12 +28,14 @@ from verl.nn.linear_logprob import linear_logprob
 from verl.types import Metric
 
 META = torch.device("meta")
+COPIES = {"_to_copy", "copy_"}
 WAITS = {"_local_scalar_dense", "nonzero", "item", "equal", "is_nonzero", "unique_consecutive", "_unique2"}
 
 
 class NoReads(TorchDispatchMode):
     """Fails on an operation for which the host has to read a result or a shape from the device: `meta` itself refuses
-    most. calls: the operations by name."""
+    most. Also on a copy from the host that would end before the host continues, which is after all that the device has
+    to do before. calls: the operations by name."""
 
     def __init__(self):
         super().__init__()
@@ -44,6 +47,11 @@ class NoReads(TorchDispatchMode):
         self.calls[name] += 1
         assert not (far and name in WAITS), f"{name} waits for the device"
         out = func(*args, **(kwargs or {}))
+        if name in COPIES and isinstance(out, torch.Tensor) and out.device == META:
+            source = args[name == "copy_"]
+            sent = isinstance(source, torch.Tensor) and source.device.type == "cpu" and source.dim() > 0
+            later = (kwargs or {}).get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
+            assert not sent or later, f"{name} of {tuple(source.shape)} from the host waits for the device"
         assert not (far and isinstance(out, torch.Tensor) and out.device.type == "cpu"), f"{name} copies to the host"
         return out
 
@@ -120,7 +128,9 @@ def test_the_loss_of_every_preset_reads_nothing(name):
 
 
 def test_the_mode_sees_a_read():
-    for read in (lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: x[x > 0], lambda x: (x > 0).nonzero()):
+    numbers = torch.ones(3)
+    reads = (lambda x: x.sum().item(), lambda x: x.cpu(), lambda x: x[x > 0], lambda x: (x > 0).nonzero())
+    for read in (*reads, lambda x: numbers.to(x.device), lambda x: x.copy_(numbers)):
         with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), NoReads():
             read(torch.ones(3, device=META))
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from each import each
 from on_device import DEVICE, ON_CPU
 from test_attention import make, rows, run
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from verl.accel.cuda.segments import torch_segments
 from verl.batch import pack
+from verl.nn.attention import Varlen, attend_varlen
+from verl.nn.deterministic import exact_backward
 
 NAMES = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gpt2")
 PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
@@ -60,3 +66,47 @@ def test_bfloat16_reaches_the_variable_length_kernel(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(attention, "segment_kernel", counted)
     run(make("qwen3"), pack(rows()), device=str(DEVICE), dtype="bfloat16", emulate_bf16=False)
     assert calls and set(calls) == {(torch.bfloat16, True)}
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.on_device
+@each("dtype", ["float32", "bfloat16"])
+def test_deterministic_gradients_of_long_rows_have_the_same_bits_again(dtype: str, deterministic: None) -> None:
+    """Of rows with many blocks of keys, whose gradients are summed over programs."""
+    batch = pack(rows(((300, (400, 500)), (20, (700,)))))
+    options: dict[str, Any] = {"device": str(DEVICE), "dtype": dtype, "emulate_bf16": False}
+    found = [flat(run(make("qwen3"), batch, **options)[1]) for _ in range(3)]
+    assert found[0].abs().max() > 0
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+class Settings(TorchDispatchMode):
+    """Records for each operation whether torch would take a kernel that is not deterministic, with a warning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warns = dict[str, bool]()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.warns[function.overloadpacket.__name__] = torch.is_deterministic_algorithms_warn_only_enabled()
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_backward_pass_of_attention_alone_is_strict(deterministic: None) -> None:
+    """Torch uses its deterministic kernels of this pass only where its setting is strict."""
+    q, bounds = torch.randn(8, 2, 16, device="meta", dtype=torch.bfloat16, requires_grad=True), [0, 8]
+    ends = torch.tensor(bounds, dtype=torch.int32, device="meta")
+    padded = torch.randn(1, 2, 8, 12, requires_grad=True)  # torch pads heads, and cuts the result
+    with Settings() as mode:
+        lengths = Varlen((ends, ends, 8, 8), None)
+        (attend_varlen(lengths, q, q, q, 1.0, None, torch_segments) * 2).sum().backward()
+        (exact_backward(F.scaled_dot_product_attention(padded, padded, padded, is_causal=True)) * 2).sum().backward()
+    strict = {name for name, warns in mode.warns.items() if not warns and "att" in name}
+    assert strict == {"_varlen_attn_backward", "_scaled_dot_product_flash_attention_for_cpu_backward"}
+    assert torch.is_deterministic_algorithms_warn_only_enabled() and mode.warns["mul"]

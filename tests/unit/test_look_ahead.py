@@ -142,6 +142,24 @@ def test_a_step_is_launched_before_the_last_one_is_read(monkeypatch: pytest.Monk
     assert order == [("launch", 0), ("launch", 1), ("read", 0), ("launch", 2), ("read", 1), ("read", 2)]
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_sleep_keeps_a_small_pool_of_pages_and_the_graphs_that_read_it(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = core(True, pages=True)
+    for request in requests(0, 4):
+        engine.add(request)
+    run(engine, until=3)
+    decode, forgotten = engine.runner._paged, list[bool]()  # type: ignore[attr-defined]
+    pool, size = decode.cache.pool, decode.cache.nbytes
+    monkeypatch.setattr(paged, "KEPT_KV_BYTES", size if kept else size - 1)
+    monkeypatch.setattr(decode, "forget", lambda: forgotten.append(True))
+    engine.sleep(1)
+    assert (decode.cache.pool is pool) == kept == (not forgotten)
+    assert kept or decode.cache.pool is None
+    assert not decode.cache._held.any() and len(decode.cache._free) == decode.cache._pages - 1
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from verl.accel.transfer import to_device
 from verl.batch import Batch, loss_index
 from verl.config.adapter import WEIGHTS, read_adapter
 from verl.errors import Refused
@@ -109,8 +110,8 @@ def lm_outputs(
     number of `topk_ids` · banned: the ids that have probability 0 in rows that were sampled without them."""
     device = hidden.device
     closed = _banned(batch, which, banned, device)
-    temperature = batch.row_columns["temperature"][batch.row_of][which].to(device)
-    targets = batch.targets[which].to(device)
+    temperature = to_device(batch.row_columns["temperature"][batch.row_of][which], device)
+    targets = to_device(batch.targets[which], device)
     out: dict[str, Tensor] = {}
     apart = {"logprobs"} if "topk_ids" in wanted else set[str]()  # computed by the pass that finds the likeliest
     if {"logprobs", "entropy", "sum_pi_squared", "logprobs_at"} & {*wanted} - apart:
@@ -124,7 +125,7 @@ def lm_outputs(
             entropy="entropy" in wanted,
             sum_pi_squared="sum_pi_squared" in wanted,
             vocabulary=vocabulary,
-            ids=batch.columns["teacher_ids"][which].to(device) if "logprobs_at" in wanted else None,
+            ids=to_device(batch.columns["teacher_ids"][which], device) if "logprobs_at" in wanted else None,
             banned=closed,
         )
         found = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2, "logprobs_at": at}
@@ -138,7 +139,7 @@ def lm_outputs(
     if "divergence" in wanted:
         assert teacher is not None, "an engine that is built with a teacher's head"
         assert vocabulary is None, "the configuration refuses slices of a head here"
-        states = batch.columns["teacher_hidden"][which].to(device, hidden.dtype)
+        states = to_device(batch.columns["teacher_hidden"][which], device, hidden.dtype)
         theirs = temperature if teacher.temperature is None else torch.full_like(temperature, teacher.temperature)
         given = hidden, head, temperature, states, teacher.head, theirs, teacher.beta, targets, closed
         out["divergence"], figures = divergence(*given)
@@ -157,4 +158,4 @@ def _banned(batch: Batch, which: Tensor | slice, ids: Sequence[int], device: tor
     if bool((torch.isin(batch.targets[which], closed) & rows).any()):
         drawn = batch.targets[which][torch.isin(batch.targets[which], closed) & rows]
         raise ValueError(f"token {int(drawn[0])} was sampled in a row that bans the ids {tuple(ids)}")
-    return Banned(closed.to(device), rows.to(device))
+    return Banned(to_device(closed, device), to_device(rows, device))

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.accel.transfer import to_device
 from verl.batch import Batch, Columns, concat, roots_of
 from verl.model_engine.base import Ranks
 from verl.model_engine.pending import Pending, PendingMetric, read_pending, reduced
@@ -53,18 +54,18 @@ def reduce_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tens
     The mask of a term is its column `m/TERM`; without that column it is True where the weight is not 0. Inputs outside
     the mask are replaced before any arithmetic."""
     device = next(iter(outputs.values())).device
-    sequence_of = batch.sequence_of.to(device)
+    sequence_of = to_device(batch.sequence_of, device)
     total = next(iter(outputs.values()))[:0].sum()  # 0, with a graph for the backward pass even if no term has a token
     metrics: dict[str, PendingMetric] = {}
     for term in terms:
         if term.unit != "sequence":
-            weight = batch.columns[f"w/{term.name}"].to(device)
+            weight = to_device(batch.columns[f"w/{term.name}"], device)
             seen = batch.columns.get(f"m/{term.name}")
-            mask = weight != 0 if seen is None else seen.to(device).bool()
+            mask = weight != 0 if seen is None else to_device(seen, device).bool()
         else:
             weight, mask = _sequence_weight(batch, term.name, device)
         columns = Columns(
-            token={**{n: c.to(device) for n, c in batch.columns.items()}, **outputs},
+            token={**{n: to_device(c, device) for n, c in batch.columns.items()}, **outputs},
             sequence=_teachers(batch, device),
             sequence_of=sequence_of,
             num_sequences=batch.num_sequences,
@@ -129,23 +130,23 @@ def first_pass(
 def _teachers(batch: Batch, device: torch.device) -> dict[str, Tensor]:
     """Return {row column of a teacher: [S] bool, True for the sequences of this teacher}; empty without several
     teachers."""
-    index, out = torch.from_numpy(batch.sequence).to(device), {}
+    index, out = to_device(batch.sequence, device), {}
     for name, rows in batch.row_columns.items():
         if name.startswith("teacher/"):
             out[name] = torch.zeros(batch.num_sequences, dtype=torch.bool, device=device)
-            out[name][index] = rows.to(device)
+            out[name][index] = to_device(rows, device)
     return out
 
 
 def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return (weight [S], mask [L]) of a sequence-unit term; the row column has the weight at each trajectory's first
     row."""
-    per_row = batch.row_columns[f"w/{name}"].to(device)
-    index = torch.from_numpy(batch.sequence).to(device)
+    per_row = to_device(batch.row_columns[f"w/{name}"], device)
+    index = to_device(batch.sequence, device)
     weight = torch.zeros(batch.num_sequences, dtype=per_row.dtype, device=device).index_add(0, index, per_row)
-    mask = (weight != 0)[batch.sequence_of.to(device)]
+    mask = (weight != 0)[to_device(batch.sequence_of, device)]
     if "mask" in batch.columns:
-        mask = mask & batch.columns["mask"].to(device).bool()
+        mask = mask & to_device(batch.columns["mask"], device).bool()
     return weight, mask
 
 

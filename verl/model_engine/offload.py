@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from verl.model_engine.base import Part
 from verl.model_engine.host_places import Held, Place, place_of
+from verl.processes.memory import return_device_memory
 
 
 class Offload:
@@ -42,8 +43,9 @@ class Offload:
             with self._lock:
                 self._inside -= 1
                 if not self._inside:
-                    for part, place in self._places.items():
-                        place.put(self._held(part))
+                    moved = [place.put(self._held(part)) for part, place in self._places.items()]
+                    if any(moved):
+                        return_device_memory()  # a rollout engine may be another process
 
     def soon(self, part: Part) -> None:
         """Inside `awake`: begin to bring a part that is about to be used, beside what the device computes now."""
@@ -85,17 +87,18 @@ class _Offloaded:
         self.sizes: list[Held] = []
         self._place, self._coming = place, False
 
-    def put(self, tensors: Iterable[Tensor]) -> None:
-        """Move the tensors off the device. Raise OSError if the disk has no space; all of them are then still on the
-        device."""
+    def put(self, tensors: Iterable[Tensor]) -> bool:
+        """Move the tensors off the device, and return whether there were any. Raise OSError if the disk has no space;
+        all of them are then still on the device."""
         if self.sizes:
-            return
+            return False
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         found = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         self._place.write(found)
         for storage, _ in found:
             storage.resize_(0)
         self.sizes, self._coming = found, False
+        return bool(found)
 
     def bring(self, *, ahead: bool = False) -> None:
         """Move the tensors back to the device. ahead: only start it, if the device can compute meanwhile; a later call

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.accel.families import FUSED_TYPES
+from verl.accel.transfer import to_device
 from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of, select_rows, unshare
 from verl.errors import Refused
 from verl.media_tokens import MediaTokens
@@ -280,7 +281,7 @@ class Passes:
 
     def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
         """Return `fn(hidden states [n, H] at index, their positions in index)`: outputs [n] by name."""
-        return fn(hidden.index_select(0, index.to(self.local.device)), slice(None))
+        return fn(hidden.index_select(0, to_device(index, self.local.device)), slice(None))
 
     def _hidden(self, batch: Batch) -> Tensor:
         """Return the hidden states [T, H] after the final norm."""
@@ -318,7 +319,7 @@ class Passes:
         with self._autocast():
             out = self._decoder(
                 **self._entry(ids, media),
-                position_ids=positions[..., None, :].to(self.local.device),
+                position_ids=to_device(positions[..., None, :], self.local.device),
                 use_cache=False,
                 verl_plan=plan,
                 **routed,
@@ -356,7 +357,7 @@ class Passes:
 
     def _inputs(self, ids: Tensor, media: MediaTokens | None) -> dict[str, Any]:
         """Return the inputs of the decoder for ids [B, W] with the media of these tokens."""
-        given = ids.to(self.local.device)
+        given = to_device(ids, self.local.device)
         if media is None:
             return {"input_ids": given}
         assert self._vision is not None
@@ -378,12 +379,12 @@ class Passes:
         with self._autocast():  # without a mask: padding is last, where causal attention ignores it
             parts = [self._padded_states(rows, ids[rows], media, positions) for rows, media in groups]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)[torch.cat([rows for rows, _ in groups]).argsort()]
-        found: Tensor = out[place.to(device)].index_select(0, origin.to(device))
+        found: Tensor = out[to_device(place, device)].index_select(0, to_device(origin, device))
         return found
 
     def _padded_states(self, rows: Tensor, ids: Tensor, media: MediaTokens | None, positions: Tensor | None) -> Tensor:
         """Return the hidden states [n, W, H] of the padded rows with these numbers. positions: of all rows"""
-        places = {} if positions is None else {"position_ids": positions[..., rows, :].to(self.local.device)}
+        places = {} if positions is None else {"position_ids": to_device(positions[..., rows, :], self.local.device)}
         given = self._inputs(ids, media)
         if self._vision is not None:
             places |= self._vision.masks(given, media)

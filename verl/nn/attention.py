@@ -25,8 +25,10 @@ from verl.accel.devices import device_facts
 from verl.accel.operations import Call, Use
 from verl.accel.plain import PLAIN
 from verl.accel.table import choose
+from verl.accel.transfer import to_device
 from verl.batch import Batch, ranges
 from verl.errors import Refused
+from verl.nn.deterministic import exact_backward
 
 PACKED = "verl_packed"
 WAY_OUT = "use model.engine_options.attention=padded"
@@ -108,7 +110,7 @@ class AttentionPlan:
             q = torch.cat([(b.q_index[:, None] * heads + h).flatten() for b in self.blocks])  # for each block [b, H, Q]
             k = torch.cat([(b.k_index[:, None] * kv_heads + kv).flatten() for b in self.blocks])
             real = np.concatenate([np.repeat(r[:, None], heads, 1).ravel() for r in self.real])  # on the host
-            slots, pad = (torch.from_numpy(np.flatnonzero(x)).to(device) for x in (real, ~real))
+            slots, pad = (to_device(np.flatnonzero(x), device) for x in (real, ~real))
             inverse = torch.empty_like(slots)
             inverse[q[slots]] = slots
             self.by_heads[heads, kv_heads] = Rows(q, k, pad, inverse)
@@ -141,8 +143,8 @@ def plan_attention(
         real = np.arange(q_index.shape[1]) < lengths[members, None]
         if queries is not None:
             q_index = np.where(real, q_index - queries[0], 0)
-        q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
-        later = None if ahead is None else torch.from_numpy(ahead[q_index]).to(device)
+        q, k, offset, real_q = (to_device(a, device) for a in (q_index, k_index, depths[members], real))
+        later = None if ahead is None else to_device(ahead[q_index], device)
         rooted = ahead is None and not depths[members].any()
         blocks.append(Block(q, k, offset, real_q, rooted=rooted, ahead=later, windows=windows))
         places.append(real)
@@ -171,8 +173,8 @@ def _varlen(forest: _Forest, members: np.ndarray, device: torch.device) -> Varle
             at = forest.parent[at]
             row, at = row[at >= 0], at[at >= 0]
     cu = (np.concatenate([[0], np.cumsum(lengths[members])]), cu_k)
-    cu_q, cu_keys = (torch.from_numpy(x.astype(np.int32)).to(device) for x in cu)
-    k_index = None if index is None else torch.from_numpy(index).to(device)
+    cu_q, cu_keys = (to_device(x.astype(np.int32), device) for x in cu)
+    k_index = None if index is None else to_device(index, device)
     return Varlen((cu_q, cu_keys, int(lengths[members].max()), int(keys.max())), k_index)
 
 
@@ -311,8 +313,7 @@ def attend_varlen(
     """Compute the same as `attend` by one call of a kernel of the operation `trained_attention`."""
     starts, key_starts, *longest = lengths.bounds
     given: Any = {"scale": scale, "window": window or 0, "index": lengths.k_index}
-    out: Tensor = kernel(q, k, v, starts, key_starts, tuple(longest), **given)
-    return out
+    return exact_backward(kernel(q, k, v, starts, key_starts, tuple(longest), **given))
 
 
 @cache
@@ -345,7 +346,7 @@ def _attend_block(
     else:
         allowed = block.mask(window, torch.bool).repeat(1, 1, heads // kv_heads, 1)  # [b, 1, G * Q, K]
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=allowed, scale=scale)
-    return out.reshape(-1, v.shape[-1])
+    return exact_backward(out).reshape(-1, v.shape[-1])
 
 
 class _BatchedAttention(torch.autograd.Function):

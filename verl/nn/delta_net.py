@@ -17,6 +17,7 @@ from torch import Tensor
 
 from verl.accel.delta import unit
 from verl.accel.families import DELTA_TYPES, STATE_LAYERS, unpacked_states
+from verl.accel.transfer import to_device
 from verl.batch import Batch
 from verl.errors import Refused
 from verl.nn.attention import WAY_OUT, group_segments
@@ -53,7 +54,7 @@ class StatePlan:
             at = self.previous
             for _ in range(tokens - 1):
                 at = np.where(at >= 0, self.previous[at], -1)
-            self.by_lag[tokens] = torch.from_numpy(np.where(at >= 0, at, len(at))).to(self.inverse.device)
+            self.by_lag[tokens] = to_device(np.where(at >= 0, at, len(at)), self.inverse.device)
         return self.by_lag[tokens]
 
 
@@ -78,10 +79,10 @@ def plan_states(batch: Batch, device: torch.device) -> StatePlan:
             used += index.size
             place[of_block] = first + np.arange(len(of_block))
             first += len(of_block)
-            above = torch.from_numpy(place[parent[of_block]]).to(device) if level else None
-            blocks.append(StateBlock(torch.from_numpy(index).to(device), above))
+            above = to_device(place[parent[of_block]], device) if level else None
+            blocks.append(StateBlock(to_device(index, device), above))
         depths.append(blocks)
-    return StatePlan(depths, torch.from_numpy(inverse).to(device), previous)
+    return StatePlan(depths, to_device(inverse, device), previous)
 
 
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, plan: StatePlan) -> Tensor:

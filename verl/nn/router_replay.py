@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.accel.families import ROUTED_TYPES
+from verl.accel.transfer import to_device
 from verl.errors import Refused
 
 ARGUMENT = "verl_routes"
@@ -46,7 +47,7 @@ class RouterReplay:
         routes of another model."""
         check_routes(routes, layers=self.layers, chosen=self.chosen, experts=self.experts)
         self._replayed = 0
-        return {ARGUMENT: routes.to(device)}
+        return {ARGUMENT: to_device(routes, device)}
 
     def check(self) -> None:
         """Raise AssertionError if a router did not get the routes of the last pass."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.accel.transfer import to_device
 from verl.batch import Batch
 from verl.errors import Refused
 from verl.media_tokens import MediaTokens, Picture
@@ -81,7 +82,7 @@ class Vision:
         if self.crossed:
             return self._crossed(ids, media)
         features, deeper = self._encoded({name: media.pictures[name] for name in media.references}, device)
-        index = self._features(media).view(ids.shape).to(device)
+        index = to_device(self._features(media).view(ids.shape), device)
         here = index >= 0
         index = index[here]
         embeddings = self.language.get_input_embeddings()(ids)
@@ -151,7 +152,7 @@ class Vision:
             return {}
         embeddings: Tensor = given["inputs_embeds"]
         starts = (media.medium >= 0) & (media.feature == 0)
-        images = torch.where(media.medium >= 0, starts.cumsum(-1) - 1, -1).to(embeddings.device)
+        images = to_device(torch.where(media.medium >= 0, starts.cumsum(-1) - 1, -1), embeddings.device)
         return {"attention_mask": mutual_masks(self._config.get_text_config(), embeddings, images)}
 
 

@@ -19,7 +19,6 @@ from verl.config.devices import (
     drops_rollout_weights,
     dtype_of,
     offloaded,
-    on_cuda,
     rollout_dtype,
 )
 from verl.config.image_models import frozen_values
@@ -286,7 +285,7 @@ def process_memory(config: Config, update_tokens: int) -> MemoryEstimate:
     flying: tuple[str, ...] = ()
     if config.pipeline.placement == "split" or config.pipeline.staleness > 0:
         flying = CACHES
-    elif items["KV cache"] + items["row states"] <= KEPT_KV_BYTES and not on_cuda(config):
+    elif items["KV cache"] + items["row states"] <= KEPT_KV_BYTES:
         flying = ("KV cache", "row states")
     own = (
         "master weights",

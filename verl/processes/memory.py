@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,6 +104,13 @@ def return_large_blocks() -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, LARGE_BYTES)
+
+
+def return_device_memory() -> None:
+    """Return the memory of GPUs that torch keeps for later tensors of this process, so that others can use it."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def use_huge_pages() -> None:

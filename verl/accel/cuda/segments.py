@@ -80,7 +80,7 @@ def flash_attn_segments(
         softmax_scale=scale,
         causal=True,
         window_size=(window - 1 if window else -1, 0),
-        deterministic=torch.are_deterministic_algorithms_enabled(),  # torch's own kernel reads the setting itself
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.accel.delta import gated_norm, unit
 from verl.accel.operations import Call
+from verl.accel.transfer import to_device
 from verl.nn.attention import group_segments
 from verl.nn.delta_net import gated_delta_rule
 from verl.rollout.native.architecture import DeltaSizes, Shape
@@ -78,9 +79,7 @@ class PromptStates:
         for group in group_segments(sizes, np.ones_like(sizes), MAX_WASTE, FREE_PADDING):
             tokens = np.arange(int(sizes[group].max()))
             index = np.where(tokens < sizes[group, None], starts[group, None] + tokens, self._tokens)
-            blocks.append(
-                PromptBlock(tuple(group.tolist()), torch.from_numpy(index).to(device), tuple(sizes[group].tolist()))
-            )
+            blocks.append(PromptBlock(tuple(group.tolist()), to_device(index, device), tuple(sizes[group].tolist())))
         self._blocks = blocks
 
     def run(self, layer: int, net: DeltaNet, given: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 NATIVE = replace(IN_PROCESS, float32_head=True, fp8=True, codes=True, noise=True, lora_experts_on=frozenset({"cpu"}))
 """The traits of the native engine."""
 KEPT_KV_BYTES = 64 << 20
-"""KV up to this size is not freed by sleep on a CPU: allocating its pages again would slow down a short step."""
+"""KV up to this size is not freed by sleep: allocating its pages again would slow down a short step on a CPU, and on a
+GPU all decode steps would be captured again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

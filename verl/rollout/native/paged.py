@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from verl.accel.plain import plain_sample, plain_truncate
+from verl.accel.transfer import to_device
 from verl.accel.uniforms import plain_uniforms
 from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import DecodeRows, Sampled
@@ -26,6 +27,7 @@ from verl.rollout.native.fused import PromptRows, decode_hidden
 from verl.rollout.native.kv import round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps
+from verl.rollout.native.options import KEPT_KV_BYTES
 from verl.rollout.native.prefill import Job, Part
 from verl.rollout.native.sets import NO_SET, LiveSets, SetRows
 from verl.rollout.native.weights import Layer
@@ -106,9 +108,9 @@ class PageCache:
         self.pool: Tensor | None = None  # address and size never change while it exists: graphs read it
         self.clear()
 
-    def clear(self) -> None:
-        """Free all pages and the memory."""
-        self.pool = None
+    def clear(self, *, keep: bool = False) -> None:
+        """Free all pages, and the memory unless it is kept."""
+        self.pool = self.pool if keep else None
         self._own = np.zeros(self.table.shape, np.int32)
         self._held = np.zeros(len(self._own), np.int64)  # pages per slot
         self._users = np.zeros(self._pages, np.int64)
@@ -130,7 +132,7 @@ class PageCache:
         shared = [self._take() for _ in range(full)]
         rows = kv.transpose(2, 3)  # [layers, 2, P, K, D]
         if full:
-            pages = torch.tensor(shared, device=self._device)
+            pages = to_device(np.array(shared), self._device)
             self.pool[:, :, pages] = rows[:, :, : full * PAGE].unflatten(2, (full, PAGE))
         for slot in range(lo, hi):
             assert not self._held[slot], f"slot {slot} still holds pages"
@@ -220,14 +222,20 @@ class Transfers:
         self.prompts = torch.zeros(prompts.shape, dtype=prompts.dtype, pin_memory=pinned)
         self.inputs = torch.zeros(columns, cache.max_slots, dtype=torch.int64, pin_memory=pinned)
         self.table = torch.zeros(table.shape, dtype=table.dtype, pin_memory=pinned)
-        self.drawn = torch.zeros(2, cache.max_slots, dtype=torch.float64, pin_memory=pinned)
+        self._drawn = torch.zeros(2 * cache.max_slots, dtype=torch.float64, pin_memory=pinned)
         self._ended = torch.cuda.Event() if pinned else None
 
     def receive(self, both: Tensor) -> None:
-        """Copy ids and log-probs, float64 [2, n], to the host after the step has computed them."""
-        self.drawn[:, : both.shape[1]].copy_(both, non_blocking=True)
+        """Copy ids and log-probs, float64 [2, rows], to the host after the step has computed them. Both sides are one
+        block of memory: of others torch makes a copy that is not pinned first, and the host would wait for the step."""
+        assert both.is_contiguous()
+        self._drawn[: both.numel()].view(both.shape).copy_(both, non_blocking=True)
         if self._ended is not None:
             self._ended.record()
+
+    def drawn(self, rows: int) -> Tensor:
+        """Return what the last step of so many rows drew, float64 [2, rows], after `wait`."""
+        return self._drawn[: 2 * rows].view(2, rows)
 
     def wait(self) -> None:
         """Wait for the last step that used this memory, but not for steps that were launched after it."""
@@ -360,6 +368,15 @@ class PagedDecode:
         self._graphs.clear()
         self._memory = None  # freed with the last graph
 
+    def drop_kv(self) -> int:
+        """Free all pages, and their memory, with the graphs that read it, unless it is small. Return the bytes."""
+        size = self.cache.nbytes
+        keep = size <= KEPT_KV_BYTES
+        self.cache.clear(keep=keep)
+        if not keep:
+            self.forget()
+        return 0 if keep else size
+
     @torch.inference_mode()
     def launch(self, rows: DecodeRows, sets: np.ndarray) -> Callable[[], Sampled]:
         """Decode one token in each of slots 0..n-1, and sample the next ones; `sets` [n] are the numbers of their LoRA
@@ -388,15 +405,14 @@ class PagedDecode:
         cuts = self._ops is None and bool(sampling.truncated.any())
         step = StepShape(size, width, beside, adapted)
         both, ends = self._replay(step) if self._captures and not cuts else self._sample(step, cuts)
-        both = both[:, :n]
-        self._inputs[0, :n].copy_(both[0])
+        self._inputs[0, :n].copy_(both[0, :n])
         host.receive(both)
         if ends is not None:
             self.prompts.finish(ends)
 
         def read() -> Sampled:
             host.wait()
-            return split_draws(host.drawn[:, :n])
+            return split_draws(host.drawn(size)[:, :n])
 
         return read
 

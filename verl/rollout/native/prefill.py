@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.accel.cpu.lanes import Lanes, wide_pays
+from verl.accel.transfer import to_device
 from verl.rollout.embedded.features import EncodedImages, SeenImages
 from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.requests import ActiveRequest, PromptKey
@@ -232,7 +233,7 @@ class Prefiller:
 
         for short, same in groupby(sorted(part, key=width), key=width):
             items = list(same)
-            ids = [torch.from_numpy(job.ids[job.done : job.done + n]).to(model.device) for job, n in items]
+            ids = [to_device(job.ids[job.done : job.done + n], model.device) for job, n in items]
             chunks = [
                 Chunk(new, job.kv[:, :, :, : job.done], job.part(n), job.states) for new, (job, n) in zip(ids, items)
             ]

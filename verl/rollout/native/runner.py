@@ -15,6 +15,7 @@ from verl.accel.devices import device_facts
 from verl.accel.linear import Products
 from verl.accel.operations import Call, Use
 from verl.accel.table import choose
+from verl.accel.transfer import to_device
 from verl.errors import Refused
 from verl.media_tokens import Picture
 from verl.nn.fp8 import dequantised
@@ -293,9 +294,7 @@ class NativeRunner:
         freed += 0 if self._images is None else self._images.nbytes
         self._forget_prompts()
         if self._paged is not None:
-            freed += self._paged.cache.nbytes
-            self._paged.forget()
-            self._paged.cache.clear()
+            freed += self._paged.drop_kv()
         return freed
 
     def drop_weights(self) -> int:
@@ -495,4 +494,4 @@ class NativeRunner:
         return scores_of(parts)
 
     def _on_device(self, column: np.ndarray) -> Tensor:
-        return torch.from_numpy(column).to(self._device)
+        return to_device(column, self._device)

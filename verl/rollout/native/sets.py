@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verl.accel.linear import FilledLinear, Filling, Layers, Linear, LowRankParts, LowRankRows, Plain, Products
+from verl.accel.transfer import to_device
 from verl.errors import Refused
 from verl.nn.lora import LowRank, fitted
 from verl.parameter_set import POLICY_SET, ParameterSet
@@ -409,7 +410,7 @@ class LiveSets:
         return self._on_device(rows)
 
     def _on_device(self, rows: np.ndarray) -> Tensor:
-        return torch.from_numpy(rows).to(self._like.device)
+        return to_device(rows, self._like.device)
 
     def _fill(self, here: Mapping[str, LowRank], products: Mapping[str, Factors[FilledLinear]]) -> None:
         """Write factors into products that were made for them."""

@@ -22,6 +22,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Meta
 
+from verl.processes.memory import return_device_memory
 from verl.rollout.base import PauseMode
 from verl.rollout.server.handling import SERVICE, Handler, as_json, computed
 from verl.rollout.server.requests import ApiError, shown, typed
@@ -357,6 +358,7 @@ async def sleep(request: web.Request) -> web.Response:
     if level not in map(str, levels):
         raise ApiError(400, f"level={level}: this engine knows {list(levels)}", param="level", code="invalid_value")
     freed = await service.engine.sleep(int(level))
+    return_device_memory()
     service.asleep |= {"kv"} if level == "1" else {"kv", "weights"}
     if level == "2":
         service.failed = "the weights were freed by sleep level 2; send new ones"

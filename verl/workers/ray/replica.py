@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.parameter_set import POLICY_SET
+from verl.processes.memory import return_device_memory
 from verl.rollout.base import Capabilities, Completion, GenerateRequest, PauseMode, ReplicaLost
 from verl.rollout.wrapper import EngineWrapper
 from verl.workers.answers import RankAnswer, failed_answer, raised
@@ -46,7 +47,10 @@ class ReplicaActor:
             return self._broken
         try:
             called = self._load_weights if method == "load_weights" else getattr(self._engine, method)
-            return RankAnswer(await called(*args, **named))
+            found = await called(*args, **named)
+            if method == "sleep":
+                return_device_memory()  # the trainer is another process
+            return RankAnswer(found)
         except (asyncio.CancelledError, Exception) as e:
             return failed_answer(e)
 
