@@ -32,6 +32,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         f"{NUMERICS}/test_cuda_decode.py",
         f"{NUMERICS}/test_rollout_numerics.py",
         f"{NUMERICS}/test_mixed_steps.py",
+        f"{NUMERICS}/test_idle_steps.py",
         f"{NUMERICS}/test_packed_prompts.py",
         f"{NUMERICS}/test_native_sets.py",
         f"{NUMERICS}/test_native_noise.py",

@@ -68,7 +68,7 @@ PROMPTS = "tests/numerics/test_packed_prompts.py"
 HEAD_KERNELS, HEAD_NAMED = "tests/numerics/test_head_kernels.py", "tests/numerics/test_head_named.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 NOTES = "tests/numerics/test_kernel_notes.py"
-CAPTURED = "tests/numerics/test_captured_steps.py"
+CAPTURED, IDLE = "tests/numerics/test_captured_steps.py", "tests/numerics/test_idle_steps.py"
 CUDA, CUDA_ENGINE = "tests/numerics/test_cuda_kernels.py", "tests/numerics/test_cuda_decode.py"
 EXACT_ROWS, HEAD_DTYPE = "tests/numerics/test_exact_rows.py", "tests/numerics/test_head_dtype.py"
 COPY, COPIES = "tests/numerics/test_compute_copy.py", "tests/distributed/test_compute_copies.py"
@@ -1457,6 +1457,17 @@ MUTANTS = (
     Mutant("rollout/native/paged.py", "if step not in self._graphs:", "if True:", CAPTURED),
     Mutant("rollout/native/paged.py", "self._memory = graph.pool()", "pass", CAPTURED),
     Mutant("rollout/native/paged.py", "if job.done:", "if not job.done:", CAPTURED),
+    # without rows: the size of another step; the states of other tokens; padding is written; a lone step is captured; too
+    # many prompts; a row that is none; tokens that are not counted; padding that takes longer than launches
+    Mutant("rollout/native/paged.py", "(self._sizes if len(positions) else self._idle)", "self._sizes", IDLE),
+    Mutant("rollout/native/paged.py", "hidden[size:].index_select(0, self", "hidden.index_select(0, 1 + self", IDLE),
+    Mutant("rollout/native/paged.py", "columns[:] = [[0], [-1],", "columns[:] = [[0], [0],", IDLE),
+    Mutant("rollout/native/paged.py", "if self._captures and again else", "if self._captures else", IDLE),
+    Mutant("rollout/native/paged.py", "self._idle_shapes.clear()", "pass", IDLE),
+    Mutant("rollout/native/paged.py", "short and len(parts) <= MIXED_PROMPTS", "short", IDLE),
+    Mutant("rollout/native/fused.py", "        if single:", "        if True:", IDLE),
+    Mutant("rollout/native/runner.py", "            self._prompts.record(parts)", "            pass", IDLE),
+    Mutant("rollout/native/prefill.py", "n * weights_of_layer(shape) <= facts", "n <= facts", IDLE),
     # a split is merged twice, or left out; a row without keys divides by zero
     Mutant("accel/cuda/attention.py", "inside = (b[:, None] < parts) &", "inside = (b[:, None] <= parts) &", CUDA),
     Mutant(

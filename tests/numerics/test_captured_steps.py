@@ -36,7 +36,7 @@ from verl.rollout.native.weights import Storage, weights_of
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*")
 CPU, META = torch.device("cpu"), torch.device("meta")
 PAGE, ROWS, TOKENS = 16, 3, 20  # tokens: those that each row has before the first step
-MIXED = (4, 16)
+MIXED, IDLE = (4, 16), (4, 8)
 READS = {"_local_scalar_dense", "bincount", "nonzero"}
 
 
@@ -166,35 +166,30 @@ class Stepping:
         cache = paged.PageCache(s, dtype, device, ROWS, 256, ROWS * 256)
         cache.fill(0, ROWS, torch.randn(s.layers, 2, s.kv_heads, TOKENS, s.head_dim, dtype=dtype).to(device))
         banned = torch.tensor([1, 5], device=device)
-        self.step = paged.PagedDecode(model, cache, dtype, ROWS, 256, ops, self.sets, MIXED, banned)
+        self.step = paged.PagedDecode(model, cache, dtype, ROWS, 256, ops, self.sets, (MIXED, IDLE), banned)
         self.cuts = ops is not None  # otherwise a step with top-k is not captured
         if graphs is not None:
             self.step._captures, self.step._stream = True, graphs.stream
+
+    def job(self, ids: int, *, adapted: bool = False) -> Job:
+        """A prompt of `ids` tokens, of which 5 are known."""
+        s, name = self.shape, POLICY_SET.id if adapted else "another"
+        prompt = np.random.default_rng(ids).integers(0, s.vocab, ids)
+        kv = torch.zeros(s.layers, 2, s.kv_heads, ids, s.head_dim, dtype=self.step.cache.pool.dtype)
+        kv[:, :, :, :5] = torch.randn(kv[:, :, :, :5].shape, generator=torch.Generator().manual_seed(1))
+        kv = to_device(kv, self.model.device)
+        return Job((name, (), False, prompt.tobytes()), prompt, kv, 5, 0, False, None, None, None)
 
     def launch(
         self, rows: int, beside: int, *, adapted: bool, at: int = TOKENS, ids: int = 40
     ) -> tuple[Any, Job | None]:
         """Run a step of `rows` rows at position `at`, with `beside` tokens of a prompt of `ids` tokens, of which 5 are
         known. adapted: the first row and the prompt have a LoRA set."""
-        s, numbers, job = self.shape, np.full(rows, NO_SET), None
+        numbers, job = np.full(rows, NO_SET), None
         if adapted:
             numbers[0] = 0
         if beside:
-            kv = torch.zeros(s.layers, 2, s.kv_heads, ids, s.head_dim, dtype=self.step.cache.pool.dtype)
-            name = POLICY_SET.id if adapted else "another"
-            prompt = np.random.default_rng(ids).integers(0, s.vocab, ids)
-            kv[:, :, :, :5] = torch.randn(kv[:, :, :, :5].shape, generator=torch.Generator().manual_seed(1))
-            job = Job(
-                (name, (), False, prompt.tobytes()),
-                prompt,
-                to_device(kv, self.model.device),
-                5,
-                0,
-                False,
-                None,
-                None,
-                None,
-            )
+            job = self.job(ids, adapted=adapted)
             self.step.prompts.plan([(job, beside)])
         drawn = draws_of(np.array([0.25, 0.5, 0.875])[:rows], 1.0, [0, 3, 5][:rows] if self.cuts else 0)
         drawn = replace(drawn, banned=np.arange(rows) % 2 == 0)

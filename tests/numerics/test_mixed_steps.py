@@ -51,10 +51,16 @@ PLAIN = DecodeOps(
 
 
 def core(
-    name: str, mixed_tokens: tuple[int, ...] = SIZES, *, rows: int = 5, ops: DecodeOps = PLAIN, **options: Any
+    name: str,
+    mixed_tokens: tuple[int, ...] = SIZES,
+    idle_tokens: tuple[int, ...] = (),
+    *,
+    rows: int = 5,
+    ops: DecodeOps = PLAIN,
+    **options: Any,
 ) -> EngineCore:
     """An engine over pages and the operations of a fused step. Its products do not depend on the number of rows."""
-    kernels = {"paged": True, "decode_ops": ops, "mixed_tokens": mixed_tokens}
+    kernels = {"paged": True, "decode_ops": ops, "prompts": (mixed_tokens, idle_tokens)}
     given = {"compiled": False, "layout": "plain" if "moe" in name else "panels", "max_context_tokens": 256}
     given |= {"max_prefill_tokens": 512, "prefix_cache_tokens": 4096}
     return engine(CONFIGS[name], reference(CONFIGS[name]), rows=rows, **{**given, **kernels, **options})

@@ -38,8 +38,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "torch": {"compiled": False, "layout": "plain"},
     "packed": {"compiled": False, "layout": "packed"},
     "pages": {"compiled": False, "layout": "plain", "paged": True},
-    "fused pages": {"compiled": False, "layout": "plain", "paged": True, "decode_ops": PLAIN, "mixed_tokens": ()},
-    "mixed steps": {"compiled": False, "layout": "plain", "paged": True, "decode_ops": PLAIN, "mixed_tokens": SIZES},
+    "fused pages": {"compiled": False, "layout": "plain", "paged": True, "decode_ops": PLAIN, "prompts": ((), ())},
+    "mixed steps": {"compiled": False, "layout": "plain", "paged": True, "decode_ops": PLAIN, "prompts": (SIZES, ())},
     "fixed rows": {"compiled": False, "layout": "plain", "deterministic": True},
 }
 

@@ -19,6 +19,7 @@ from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.native import paged
 from verl.rollout.native.architecture import shape_of
+from verl.rollout.native.page_attention import gathered_paged
 from verl.rollout.native.weights import Storage
 from verl.types import Sampling
 
@@ -92,7 +93,7 @@ def row_by_row(
     rows = []
     for i, tokens in enumerate(seen.tolist()):
         own = table[i : i + 1, : -(-tokens // paged.PAGE)], seen[i : i + 1]
-        rows.append(paged.gathered_paged(q[i : i + 1], keys, values, own, scale, window))
+        rows.append(gathered_paged(q[i : i + 1], keys, values, own, scale, window))
     return torch.cat(rows)
 
 

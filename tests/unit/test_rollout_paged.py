@@ -18,7 +18,7 @@ from verl.rollout.embedded.core import EngineCore
 from verl.rollout.embedded.requests import ActiveRequest
 from verl.rollout.embedded.sampler import sample
 from verl.rollout.native import paged
-from verl.rollout.native.paged import gathered_paged
+from verl.rollout.native.page_attention import gathered_paged
 from verl.rollout.native.runner import NativeRunner
 from verl.types import Sampling
 

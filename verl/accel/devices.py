@@ -41,6 +41,12 @@ class DeviceFacts:
     of its own; the largest is the limit of a step. Empty: prompts have passes of their own, between steps. A step on a
     GPU reads all weights for little arithmetic; prompt tokens share these reads. On a CPU a few dozen rows fill the
     cores, and rows and prompts are computed by kernels of their own, which are faster."""
+    idle_tokens: tuple[int, ...]
+    """Prompt tokens of a step without rows: the sizes to which they are padded, each with a graph of its own. Longer
+    passes are not captured, nor are any if there are no sizes."""
+    launch_products: int
+    """Products with weights of a layer for which a card is busy no longer than the host is launching the layer outside
+    of a graph. A size of `idle_tokens` with more of them would add the time of padding, and save none."""
     sampled_logits: int
     """Logits in memory at once in a lane when sampling; smaller blocks read the head more often."""
     scored_tokens: int
@@ -66,6 +72,8 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             recomputes=False,
             masked_queries=1024,
             mixed_tokens=(),
+            idle_tokens=(),
+            launch_products=0,
             sampled_logits=1 << 25,
             scored_tokens=1024,
             moment_values=1 << 19,
@@ -81,6 +89,8 @@ DEVICES: Mapping[str, DeviceFacts] = MappingProxyType(
             recomputes=True,
             masked_queries=1024,
             mixed_tokens=(256, 1024),
+            idle_tokens=(64, 128, 256, 512, 1024),
+            launch_products=1 << 33,
             sampled_logits=1 << 25,
             scored_tokens=1024,
             moment_values=1 << 26,

@@ -1,5 +1,5 @@
 """A decode step over pages by fused operations: ten launches per layer, of which four are matrix products, and two more
-if the step computes prompts beside its rows.
+if the step computes prompts beside its rows; of prompts without rows there are nine.
 
 The output of a block is added to the residual by the next norm, which also applies the block's own output norm (Gemma).
 So every family has the same ten: norm, qkv, rotation, attention and its merge, out, norm, up, gate, down.
@@ -63,11 +63,13 @@ def decode_hidden(
     for i, layer in enumerate(adapted(layer, i, sets) for i, layer in enumerate(weights.layers)):
         qkv, keys, values = layer.qkv(normed(layer.norm)), pool[i, 0], pool[i, 1]
         q = ops.rotate_and_store(qkv, layer.qk_norm, turns[layer.rope], positions, table, keys, values, s.eps)
-        read = {"scale": s.query_scale, "window": layer.window, "cap": s.attention_cap}
-        mixed = ops.page_attention(q[:single], keys, values, table[:single], positions[:single], **read)
+        read, parts = {"scale": s.query_scale, "window": layer.window, "cap": s.attention_cap}, list[Tensor]()
+        if single:
+            parts.append(ops.page_attention(q[:single], keys, values, table[:single], positions[:single], **read))
         if prompts is not None:
             where = prompts.table, prompts.starts, prompts.lengths, prompts.tokens
-            mixed = torch.cat([mixed, ops.page_prompt_attention(q[single:], keys, values, *where, **read)])
+            parts.append(ops.page_prompt_attention(q[single:], keys, values, *where, **read))
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         delta, after = layer.out(mixed.flatten(1)), layer.out_norm
         delta, after = _fed_forward(ops, layer.mlp, normed(layer.mlp_norm)), layer.mlp_out_norm
     return normed(weights.norm)

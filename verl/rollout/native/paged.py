@@ -1,5 +1,5 @@
 """Decode on CUDA: KV in pages that requests with one prompt share, attention over block tables, a whole step captured
-as one CUDA graph, which may compute a bounded number of prompt tokens beside its rows.
+as one CUDA graph, which may compute a bounded number of prompt tokens beside its rows, or without any.
 
 A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch. All its
 shapes are fixed: rows are padded to a bucket. Padding rows write to page 0, which no sequence uses.
@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from verl.accel.plain import plain_sample, plain_truncate
 from verl.accel.transfer import to_device
 from verl.accel.uniforms import plain_uniforms
-from verl.nn.flash import flash_attn
 from verl.rollout.embedded.core import DecodeRows, Sampled
 from verl.rollout.embedded.sampler import close_banned, split_draws
 from verl.rollout.native.architecture import Shape
@@ -28,11 +26,11 @@ from verl.rollout.native.kv import round_up
 from verl.rollout.native.model import Model
 from verl.rollout.native.ops import DecodeOps
 from verl.rollout.native.options import KEPT_KV_BYTES
-from verl.rollout.native.prefill import Job, Part
+from verl.rollout.native.page_attention import paged_kernel
+from verl.rollout.native.prefill import Job, Part, PromptSizes
 from verl.rollout.native.sets import NO_SET, LiveSets, SetRows
 from verl.rollout.native.weights import Layer
 
-WITH_CACHE = "flash_attn_with_kvcache"
 PAGE = 256  # tokens per page: flash attention requires multiples of it
 # the inputs of a padding row: its position is -1
 ONE = np.float64(1).view(np.int64)
@@ -40,40 +38,8 @@ PADDING = np.array([[0], [0], [-1], [0], [0], [0], [ONE], [ONE], [0], [NO_SET], 
 MIXED_PROMPTS = 16  # prompts that one step computes tokens of
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
-Pages = tuple[Tensor, Tensor]  # block table int32 [n, W], tokens seen int32 [n]
 Outputs = tuple[Tensor, Tensor | None]
 """Ids and log-probs of the rows of a step, float64 [2, n], and the final hidden states of the prompts beside them."""
-PagedKernel = Callable[[Tensor, Tensor, Tensor, Pages, float, int], Tensor]
-"""A function of (q [n, H, D], keys and values [pages, PAGE, K, D], pages of each row, scale, window) that returns the
-mixed values [n, H, D]."""
-
-
-def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """Compute attention by the split-KV kernel of the flash-attn package over a block table."""
-    kernel = flash_attn(WITH_CACHE)
-    assert kernel is not None, "paged_kernel looked for it"
-    read = {"block_table": pages[0], "cache_seqlens": pages[1], "softmax_scale": scale, "causal": True}
-    span = (window - 1, 0) if window else (-1, -1)
-    out: Tensor = kernel(q[:, None], keys, values, window_size=span, **read)
-    return out[:, 0]
-
-
-def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
-    """Compute attention by plain operations, which copy the pages. It is used if there is no kernel."""
-    table, seen = pages
-    k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (keys, values))  # [n, K, W PAGE, D]
-    place = torch.arange(k.shape[2], device=q.device)
-    visible = place < seen[:, None]
-    if window:
-        visible &= place >= seen[:, None] - window
-    mask, grouped = visible[:, None, None], q.shape[1] != k.shape[1]
-    return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)[:, :, 0]
-
-
-def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel:
-    """Return the attention of a step that is not fused: flash-attn in half precision on CUDA if it is installed."""
-    half = device.type == "cuda" and dtype in (torch.float16, torch.bfloat16)
-    return flash_attn_paged if half and flash_attn(WITH_CACHE) is not None else gathered_paged
 
 
 def whole_pages(tokens: int) -> int:
@@ -121,26 +87,30 @@ class PageCache:
     def nbytes(self) -> int:
         return self.pool.nbytes if self.pool is not None else 0
 
+    def allocate(self) -> Tensor:
+        """Return the memory of all pages, which exists from now on."""
+        s = self._shape
+        if self.pool is None:  # zeros: masked values are multiplied by 0, and 0 x NaN is NaN
+            size = s.layers, 2, self._pages, PAGE, s.kv_heads, s.head_dim
+            self.pool = torch.zeros(size, dtype=self._dtype, device=self._device)
+        return self.pool
+
     def fill(self, lo: int, hi: int, kv: Tensor) -> None:
         """Let the empty slots lo..hi-1 continue a prompt with KV [layers, 2, K, P, D]."""
-        s, tokens = self._shape, kv.shape[3]
-        if self.pool is None:  # zeros: masked values are multiplied by 0, and 0 x NaN is NaN
-            self.pool = torch.zeros(
-                s.layers, 2, self._pages, PAGE, s.kv_heads, s.head_dim, dtype=self._dtype, device=self._device
-            )
+        pool, tokens = self.allocate(), kv.shape[3]
         full, rest = divmod(tokens, PAGE)
         shared = [self._take() for _ in range(full)]
         rows = kv.transpose(2, 3)  # [layers, 2, P, K, D]
         if full:
             pages = to_device(np.array(shared), self._device)
-            self.pool[:, :, pages] = rows[:, :, : full * PAGE].unflatten(2, (full, PAGE))
+            pool[:, :, pages] = rows[:, :, : full * PAGE].unflatten(2, (full, PAGE))
         for slot in range(lo, hi):
             assert not self._held[slot], f"slot {slot} still holds pages"
             self._own[slot, :full] = shared
             self._held[slot] = full
             if rest:
                 self._extend(slot, full + 1)
-                self.pool[:, :, int(self._own[slot, full]), :rest] = rows[:, :, full * PAGE :]
+                pool[:, :, int(self._own[slot, full]), :rest] = rows[:, :, full * PAGE :]
         for page in shared:
             self._users[page] = hi - lo
         self._stale = True
@@ -244,18 +214,28 @@ class Transfers:
 
 
 class PromptsBeside:
-    """The prompts with tokens that steps compute beside their rows, at most the last of `sizes` per step, padded to one
-    of these. Each has a slot of the cache from its first such step to its last token; `Job.kv` has its KV as well."""
+    """The prompts with tokens that steps compute beside their rows, or without rows: at most the last size per step,
+    padded to one of the sizes. Each has a slot of the cache from its first such step to its last token; `Job.kv` has
+    its KV as well."""
 
-    def __init__(self, cache: PageCache, sizes: Sequence[int], sets: LiveSets) -> None:
+    def __init__(self, cache: PageCache, sizes: PromptSizes, sets: LiveSets) -> None:
         self.parts: Sequence[Part] = ()
         """The parts that the next step computes."""
-        self.most = sizes[-1] if sizes else 0
-        self._cache, self._sizes, self._sets = cache, sizes, sets
+        self._cache, (self._sizes, self._idle), self._sets = cache, sizes, sets
+        self.most = self._sizes[-1] if self._sizes else 0
         self._slots: dict[Job, int] = {}
         # tokens, positions, slots; the first token of each prompt, and the tokens of each up to its last one; sets
-        shape = 6, max(self.most, MIXED_PROMPTS + 1)
+        shape = 6, max((*self._sizes, *self._idle, MIXED_PROMPTS + 1))
         self.inputs = torch.zeros(shape, dtype=torch.int64, device=cache.table.device)
+
+    def take(self, parts: Sequence[Part], rows: int) -> bool:
+        """Let the next step, of this number of rows, compute these parts: beside rows the first ones, without rows all
+        of them. Return False if it does not: without rows they may be too many, and some may have images."""
+        short = bool(self._idle) and sum(tokens for _, tokens in parts) <= self._idle[-1]
+        fits = rows > 0 or (short and len(parts) <= MIXED_PROMPTS)
+        taken = fits and bool(parts) and all(job.seen is None for job, _ in parts)  # a step embeds tokens alone
+        self.plan(parts if taken else ())
+        return taken
 
     def plan(self, parts: Sequence[Part]) -> None:
         """Let the next step compute these parts, or the first of them. The slots of all other prompts are freed."""
@@ -289,7 +269,7 @@ class PromptsBeside:
             start += tokens
         columns[3, 1 : MIXED_PROMPTS + 1] = counts.cumsum()
         self.inputs.copy_(host.prompts, non_blocking=True)
-        return next(size for size in self._sizes if size >= start)
+        return next(size for size in (self._sizes if len(positions) else self._idle) if size >= start)
 
     @property
     def adapted(self) -> bool:
@@ -329,8 +309,9 @@ class StepShape:
 class PagedDecode:
     """The decode step (`launch`) of up to `max_rows` rows: a CUDA graph per bucket of rows, direct calls on other
     devices. `ops` are the kernels of a fused step; without them torch computes it, over as many pages as the longest
-    row has. The drawn ids stay on the device, where the next step takes them. A fused step computes up to the last of
-    `mixed_tokens` prompt tokens too, with a graph for each of these sizes."""
+    row has. The drawn ids stay on the device, where the next step takes them. A fused step computes
+    prompts too, up to the last of their `sizes` in tokens, with a graph for each; `compute_prompts` is one without
+    rows."""
 
     def __init__(
         self,
@@ -341,7 +322,7 @@ class PagedDecode:
         max_context_tokens: int,
         ops: DecodeOps | None,
         sets: LiveSets,
-        mixed_tokens: Sequence[int] = (),
+        sizes: PromptSizes = ((), ()),
         banned: Tensor | None = None,
     ) -> None:
         self._model, self.cache, self._ops, self._sets, device = model, cache, ops, sets, model.device
@@ -356,9 +337,10 @@ class PagedDecode:
         # two rows, positions, stream and position of the draw, top-k; as bits of float64 temperature, top-p, min-p;
         # the numbers of LoRA sets; and 1 for rows with banned ids
         self._inputs = torch.zeros(1 + len(PADDING), max_rows, dtype=torch.int64, device=device)
-        self.prompts = PromptsBeside(cache, mixed_tokens if ops is not None else (), sets)
+        self.prompts = PromptsBeside(cache, sizes if ops is not None else ((), ()), sets)
         self._transfers = [Transfers(len(PADDING), cache, self.prompts.inputs) for _ in range(2)]
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
+        self._idle_shapes = set[StepShape]()  # of steps without rows since there were no graphs
         self._memory: Any = None  # shared by the graphs
         # one stream for all captures: a library's workspace belongs to a stream
         self._stream = torch.cuda.Stream(device) if cuda else None
@@ -366,6 +348,7 @@ class PagedDecode:
     def forget(self) -> None:
         """Drop the graphs, after the addresses of weights, pool or rotary table have changed."""
         self._graphs.clear()
+        self._idle_shapes.clear()
         self._memory = None  # freed with the last graph
 
     def drop_kv(self) -> int:
@@ -381,10 +364,7 @@ class PagedDecode:
     def launch(self, rows: DecodeRows, sets: np.ndarray) -> Callable[[], Sampled]:
         """Decode one token in each of slots 0..n-1, and sample the next ones; `sets` [n] are the numbers of their LoRA
         sets. Return a function that waits for them."""
-        n, sampling = len(rows.tokens), rows.sampling
-        self._transfers.reverse()
-        host = self._transfers[0]
-        host.wait()
+        n, sampling, host = len(rows.tokens), rows.sampling, self._next_transfers()
         adapted = self.prompts.adapted or bool((sets != NO_SET).any())
         beside = self.prompts.stage(host, rows.positions)
         self._model.rotary.reserve(self._max_context_tokens)
@@ -416,6 +396,28 @@ class PagedDecode:
 
         return read
 
+    @torch.inference_mode()
+    def compute_prompts(self) -> None:
+        """Compute the planned parts of prompts in a step without rows. The host does not wait for it."""
+        self.cache.allocate()
+        host, adapted = self._next_transfers(), self.prompts.adapted
+        beside = self.prompts.stage(host, np.zeros(0, np.int64))
+        self._model.rotary.reserve(self._max_context_tokens)
+        step = StepShape(0, self.cache.table.shape[1], beside, adapted)
+        # a capture is three steps: an engine that sleeps after each batch, which drops its graphs, needs none
+        again = step in self._idle_shapes
+        self._idle_shapes.add(step)
+        both, ends = self._replay(step) if self._captures and again else self._sample(step)
+        host.receive(both)
+        assert ends is not None
+        self.prompts.finish(ends)
+
+    def _next_transfers(self) -> Transfers:
+        """Return the memory for what the next step gets and returns, after its last use has ended."""
+        self._transfers.reverse()
+        self._transfers[0].wait()
+        return self._transfers[0]
+
     def _replay(self, step: StepShape) -> Outputs:
         """Run `_sample` as a graph, which is captured at the first step of this shape."""
         if step not in self._graphs:
@@ -441,6 +443,8 @@ class PagedDecode:
         `cuts` a step that is not fused applies top-k, top-p and min-p."""
         hidden, size = self._hidden(step), step.rows
         ends = hidden[size:].index_select(0, self.prompts.rows(step.beside).ends) if step.beside else None
+        if not size:
+            return hidden.new_empty(2, 0, dtype=torch.float64), ends
         return self._draw(self._model.live.logits(hidden[:size]), cuts), ends
 
     def _draw(self, logits: Tensor, cuts: bool) -> Tensor:

@@ -13,14 +13,17 @@ import torch
 from torch import Tensor
 
 from verl.accel.cpu.lanes import Lanes, wide_pays
+from verl.accel.devices import DeviceFacts
 from verl.accel.transfer import to_device
 from verl.rollout.embedded.features import EncodedImages, SeenImages
 from verl.rollout.embedded.images import RequestImages
 from verl.rollout.embedded.requests import ActiveRequest, PromptKey
+from verl.rollout.native.architecture import Shape
 from verl.rollout.native.delta import States
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.model import Chunk, Model
 from verl.rollout.native.options import Options
+from verl.rollout.native.projections import weights_of_layer
 from verl.rollout.native.routes import RowRoutes
 from verl.rollout.native.sets import LiveSets
 
@@ -70,6 +73,15 @@ class Job:
 
 Part = tuple[Job, int]
 """A prompt and the number of its next tokens that are computed at once."""
+PromptSizes = tuple[Sequence[int], Sequence[int]]
+"""The tokens to which the prompts of a step are padded, beside rows and without rows."""
+
+
+def prompt_sizes(facts: DeviceFacts, shape: Shape) -> PromptSizes:
+    """Return the sizes of prompts for a model: without rows those that a device computes in the time in which the host
+    launches a pass."""
+    idle = [n for n in facts.idle_tokens if n * weights_of_layer(shape) <= facts.launch_products]
+    return facts.mixed_tokens, tuple(idle)
 
 
 class Prefiller:
@@ -174,15 +186,14 @@ class Prefiller:
 
     def advance(self) -> None:
         """Run one pass, of at most `max_prefill_tokens` tokens."""
-        batch = self.next_parts(self._max_prefill_tokens)
+        batch = self.next_parts()
         for parts in [[part] for part in batch] if self._deterministic else [batch] if batch else []:
             self._compute(parts)
 
-    def next_parts(self, budget: int) -> list[Part]:
-        """Return the next tokens of unfinished prompts, in order of arrival, at most `budget` and no more than a pass
-        has."""
+    def next_parts(self, most: int | None = None) -> list[Part]:
+        """Return the next tokens of unfinished prompts, in order of arrival: those of a pass, at most `most`."""
         batch: list[Part] = []
-        budget = min(budget, self._max_prefill_tokens)
+        budget = self._max_prefill_tokens if most is None else min(most, self._max_prefill_tokens)
         for job in self._jobs.values():
             if job.entry is not None:
                 continue

@@ -57,6 +57,12 @@ def projections(s: Shape, layer: int) -> Iterator[Projections]:
     yield from _fed_forward(key, at + "mlp.", s.hidden, s.ffn, bias=s.mlp_bias)
 
 
+def weights_of_layer(s: Shape) -> int:
+    """Return the number of weights that a token is multiplied with in an average layer: of experts, the chosen ones."""
+    found = sum(rows * one.width for i in range(s.layers) for one in projections(s, i) for _, rows in one.parts)
+    return (found + sum(s.chosen_experts * 3 * s.expert_ffn * s.hidden for n in s.experts if n)) // s.layers
+
+
 def _fed_forward(key: str, at: str, hidden: int, ffn: int, *, bias: bool) -> Iterator[Projections]:
     """Yield the two products of a feed-forward block."""
     yield Projections(key + "up", ((at + "gate_proj", ffn), (at + "up_proj", ffn)), hidden, bias)

@@ -44,7 +44,7 @@ from verl.rollout.native.noise import NormNoise
 from verl.rollout.native.ops import DecodeOps, choose_block_linear, choose_decode_ops, choose_ops
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PAGE, PageCache, PagedDecode, whole_pages
-from verl.rollout.native.prefill import Prefiller
+from verl.rollout.native.prefill import Prefiller, PromptSizes, prompt_sizes
 from verl.rollout.native.routes import RowRoutes
 from verl.rollout.native.sets import NO_SET, LiveSets
 from verl.rollout.native.tower import tower_of
@@ -57,8 +57,8 @@ MIN_LANE_ROWS = 8  # rows of a decode step that one lane gets at least
 
 class NativeRunner:
     """The runner of the native engine. `products` (the layout of weights), `emulate_bf16` (compute bf16 weights in
-    float32), `paged` (KV in pages), `decode_ops`, `look_ahead`, `mixed_tokens` (of prompts, in decode steps) and
-    `block_linear` (the product with weights in blocks of 8 bits) are chosen for the machine if they are None."""
+    float32), `paged` (KV in pages), `decode_ops`, `look_ahead`, `prompts` (tokens of them in steps) and `block_linear`
+    (the product with weights in blocks of 8 bits) are chosen for the machine if they are None."""
 
     _explores = False  # the resident rows are sampled under noise
     _decoded = 0  # tokens
@@ -77,7 +77,7 @@ class NativeRunner:
         paged: bool | None = None,
         decode_ops: DecodeOps | None = None,
         look_ahead: bool | None = None,
-        mixed_tokens: Sequence[int] | None = None,
+        prompts: PromptSizes | None = None,
         block_linear: Call | None = None,
     ) -> None:
         device = self._device = torch.device(context.device)
@@ -90,8 +90,8 @@ class NativeRunner:
         self.model = Model(context.hf_config, self.max_context_tokens, device)
         self.vocab_size, self._banned = self.model.shape.vocab, banned_of(context, device)
         self._tower = tower_of(context.hf_config, self.compute_dtype, device)
-        prompts = choose("prompt_attention", self._use())  # of CUDA: a CPU's blocks of padded prompts cost less
-        self.model.prompt_attention = None if prompts is None else prompts.call
+        attention = choose("prompt_attention", self._use())  # of CUDA: a CPU's blocks of padded prompts cost less
+        self.model.prompt_attention = None if attention is None else attention.call
         in_pages = (device.type == "cuda" if paged is None else paged) and self.model.shape.delta is None
         self._routes = RowRoutes(self.model.shape, self.max_rows) if options.replay_routes else None
         in_pages = in_pages and self._routes is None  # steps over slots alone are recorded
@@ -122,9 +122,9 @@ class NativeRunner:
         self._images = None if self._tower is None else EncodedImages(self._encode)
         made = self._sets, self._lanes, self.compute_dtype, self._images, self._routes, options
         self._prompts = Prefiller(self.model, *made, self._deterministic)
-        mixed = self._facts.mixed_tokens if mixed_tokens is None else mixed_tokens
+        sizes = prompt_sizes(self._facts, self.model.shape) if prompts is None else prompts
         # the bits of a prompt would depend on the free places of the steps
-        self._make_cache(options.max_kv_tokens, in_pages, fused, () if self._deterministic else mixed)
+        self._make_cache(options.max_kv_tokens, in_pages, fused, ((), ()) if self._deterministic else sizes)
         # a step on a CPU ends before the host continues, so a surplus token would be computed for nothing
         self.looks_ahead = device.type == "cuda" and in_pages if look_ahead is None else look_ahead
         self._noise = None if context.noise is None else NormNoise(context.noise, self.model.shape)
@@ -150,7 +150,7 @@ class NativeRunner:
         return found
 
     def _make_cache(
-        self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None, mixed_tokens: Sequence[int]
+        self, max_kv_tokens: int | None, in_pages: bool, ops: DecodeOps | None, prompts: PromptSizes
     ) -> None:
         rows, longest = self.max_rows, self.max_context_tokens
         kind = (self.model.shape, self.compute_dtype, self._device)
@@ -165,7 +165,7 @@ class NativeRunner:
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
             sizes = self.compute_dtype, rows, longest
-            self._paged = PagedDecode(self.model, pages, *sizes, ops, self._sets, mixed_tokens, self._banned)
+            self._paged = PagedDecode(self.model, pages, *sizes, ops, self._sets, prompts, self._banned)
 
     @property
     def weight_format(self) -> WireFormat:
@@ -332,17 +332,16 @@ class NativeRunner:
         return Admitted(cached, partial(self._sample_first, *self._fill_slots(ready, resident)))
 
     def _compute_prompts(self, waiting: Sequence[ActiveRequest], keys: Sequence[PromptKey], resident: int) -> None:
-        """Compute a bounded number of tokens of the prompts of waiting requests: in a pass, or in the next step beside
-        its rows, if there are rows and the kernels for it."""
-        beside = None if self._paged is None else self._paged.prompts
+        """Compute a bounded number of tokens of the prompts of waiting requests: in the next step beside its rows, in a
+        step of their own if they are few and there are no rows, or in a pass."""
+        steps = self._paged
         self._prompts.want(waiting, keys)
-        parts = self._prompts.next_parts(beside.most) if beside is not None and resident else []
-        if beside is not None and any(job.seen is not None for job, _ in parts):
-            parts = []  # a step embeds tokens alone
-        if beside is not None:
-            beside.plan(parts)
-        if not parts:
+        parts = [] if steps is None else self._prompts.next_parts(steps.prompts.most if resident else None)
+        if steps is None or not steps.prompts.take(parts, resident):
             self._prompts.advance()
+        elif not resident:
+            steps.compute_prompts()
+            self._prompts.record(parts)
 
     def _that_fit(self, waiting: Sequence[ActiveRequest], resident: int) -> list[ActiveRequest]:
         """Return the first waiting requests with KV that fits beside that of the resident ones, both at their final
