@@ -26,7 +26,6 @@ from verl.config.schema import Config
 from verl.config.tree import changed
 from verl.driver.models import critic_optim, policy_optim
 from verl.model_engine.layout import Layout
-from verl.model_engine.memory import LOGPROB_COPIES
 from verl.planner.clock import pace_of
 from verl.planner.memory import DIVERGENCE_COPIES, needs_reference, role_items
 from verl.planner.plan import make_plan
@@ -368,8 +367,19 @@ def test_reference_is_counted_when_a_kl_term_needs_it(folder: Path) -> None:
     assert not [args for args, expected in REFERENCE if needs_reference(config_of(folder, *args)) != expected]
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_chunk_of_logits_is_the_one_that_the_engine_makes(folder: Path, device: str) -> None:
+@pytest.mark.parametrize(
+    "device,args,copies",
+    [
+        ("cpu", [], 2.0),
+        ("cuda", [], 0.5),
+        ("cuda", ["model.head_dtype=float32"], 1.0),
+        ("cuda", ["model.dtype=float32"], 1.0),
+    ],
+)
+def test_the_chunk_of_logits_is_the_one_that_the_engine_makes(
+    folder: Path, device: str, args: list[str], copies: float
+) -> None:
+    """In float32 with its exponentials, and on a CUDA device alone, in the dtype of the product."""
     import torch
 
     from verl.nn.linear_logprob import chunks
@@ -377,8 +387,8 @@ def test_the_chunk_of_logits_is_the_one_that_the_engine_makes(folder: Path, devi
     rows = device_facts(device).chunk_rows(151_936)
     if device == "cpu":
         assert rows == chunks(4096, torch.empty(151_936, 1))[0].stop
-    plan = make_plan(config_of(folder, "step.max_tokens_per_microbatch=4096", f"model.device={device}"))
-    assert plan.memory.items["log-prob chunk"] == LOGPROB_COPIES * rows * 151_936 * 4
+    plan = make_plan(config_of(folder, "step.max_tokens_per_microbatch=4096", f"model.device={device}", *args))
+    assert plan.memory.items["log-prob chunk"] == copies * rows * 151_936 * 4
 
 
 def test_some_models_and_algorithms_hold_a_further_array_of_logits(folder: Path, tmp_path: Path) -> None:
@@ -396,6 +406,10 @@ def test_some_models_and_algorithms_hold_a_further_array_of_logits(folder: Path,
     facts = json.loads((capped / "config.json").read_text())
     (capped / "config.json").write_text(json.dumps(facts | {"final_logit_softcapping": 30.0}))
     assert copies(f"model.path={capped}") == 3
+    card = ("model.device=cuda", "model.dtype=float32")
+    assert copies(*card, f"model.path={capped}") == copies(*card, "algorithm.name=otb") == 1
+    assert copies(*card, "algorithm.name=gkd_topk", teacher) == 1
+    assert copies(*card, "algorithm.name=gkd", teacher) == DIVERGENCE_COPIES
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------

@@ -55,8 +55,10 @@ a rank of main (estimate)             rollout   infer actor  infer critic  updat
 actor weights                         471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
 actor compute copy of shards                -       236 MiB             -       236 MiB             -             -
 actor gathered embeddings                   -       130 MiB             -       130 MiB             -             -
+actor gathered layers                       -      28.4 MiB             -             -             -             -
+actor kept buffer                           -       130 MiB             -             -             -             -
 actor inference activations                 -       522 MiB             -             -             -             -
-actor log-prob chunk                        -       512 MiB             -       512 MiB             -             -
+actor log-prob chunk                        -             -             -       128 MiB             -             -
 actor head's gradient                       -             -             -       519 MiB             -             -
 actor largest whole weight                  -             -             -             -             -      1.27 GiB
 actor optimizer states                942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB

@@ -3,10 +3,9 @@ gradients on each data rank, and the activations of its own layers. No torch."""
 
 from __future__ import annotations
 
-from verl.accel.devices import device_facts
 from verl.config.model_files import ModelFacts
 from verl.model_engine.layout import Layout
-from verl.model_engine.memory import LOGPROB_COPIES, RankWork, layer_parameters, outside_layers
+from verl.model_engine.memory import RankWork, chunk_bytes, layer_parameters, outside_layers
 
 
 def megatron_memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
@@ -29,8 +28,7 @@ def megatron_memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[s
     }
     if work.head and last:
         vocab = model.vocab // layout.tensor
-        rows = min(work.tokens, device_facts(work.device).chunk_rows(vocab))
-        items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
+        items["log-prob chunk"] = chunk_bytes(work, vocab)
         items["head's gradient"] = 4 * vocab * model.hidden * work.trains
     if work.publishes:
         largest = max(model.vocab * model.hidden, layer)

@@ -19,8 +19,9 @@ MATRIX_BYTES: Mapping[str, float] = MappingProxyType(
 )
 """Bytes of a value of a frozen matrix, with its scales. int8: for rows of 1024 values."""
 LOGPROB_COPIES = 2
-"""Arrays of the size of a chunk of logits that exist at once: the logits, which become their gradient in place, and
-their exponentials. Some models and algorithms need a further one (`logprob_copies` in planner/memory.py)."""
+"""Arrays of the size of a chunk of logits that exist at once where torch's operations read it: the logits, which become
+their gradient in place, and their exponentials. Some models and algorithms need a further one (`logprob_copies` in
+planner/memory.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,10 @@ class RankWork:
     """The part of a layer that is computed again in the backward pass: none, selective or full."""
     float32_head: bool = False
     """The head is multiplied in float32 (`model.head_dtype`)."""
+    logit_copies: int = LOGPROB_COPIES
+    """Float32 arrays of the size of a chunk of logits that exist at once where torch's operations read it."""
+    compares_logits: bool = False
+    """Whole distributions are compared with a teacher's: by torch's operations, on every device."""
     head: bool = True
     """The model has a language-model head: a policy or a teacher. Critics and reward models have none."""
     trains: bool = True
@@ -94,6 +99,16 @@ def copies_weights(work: RankWork) -> bool:
     """Return True if the model computes with a bfloat16 copy of its weights (compute_copy.py, sharded_copy.py) in place
     of autocast."""
     return device_facts(work.device).copies_weights and work.dtype == "bfloat16"
+
+
+def chunk_bytes(work: RankWork, vocab: int) -> int:
+    """Return the bytes of a chunk of logits over so many ids, with the arrays of its size beside it. The kernels of a
+    CUDA device (`logit_sums`, `logit_gradients`) make none: they read the product in its dtype, and write the gradient
+    in its place."""
+    values = vocab * min(work.tokens, device_facts(work.device).chunk_rows(vocab))
+    if work.device == "cuda" and not work.compares_logits:
+        return values * (4 if work.float32_head else DTYPE_BYTES[work.dtype])
+    return 4 * values * work.logit_copies
 
 
 def residual_bytes_per_token(model: ModelFacts, work: RankWork) -> int:
@@ -155,9 +170,8 @@ def memory(model: ModelFacts, layout: Layout, work: RankWork) -> dict[str, int]:
     }
     if work.head and work.stage == layout.pipeline - 1:
         vocab = -(-model.vocab // layout.tensor)
-        rows = min(work.tokens, device_facts(work.device).chunk_rows(vocab))
         trains_head = work.factors is None or work.saves_head
-        items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
+        items["log-prob chunk"] = chunk_bytes(work, vocab)
         product = 0 if work.float32_head else share.half or 4 * copies  # of a chunk, before it is added in float32
         items["head's gradient"] = (4 + product) * vocab * model.hidden * (work.trains and trains_head)
         cast = 4 * (work.dtype == "bfloat16") if work.float32_head else share.half  # bytes of a weight in the product

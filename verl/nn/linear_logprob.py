@@ -17,7 +17,7 @@ from verl.accel.operations import Call, Use
 from verl.accel.plain import PLAIN
 from verl.accel.table import choose
 from verl.nn.head_kernels import LogitKernels, RawLogits, logit_kernels
-from verl.nn.logit_chunks import centred, chunk_logits, mixture, rest_of, share_of, slope_of, with_no_id
+from verl.nn.logit_chunks import centred, chunk_logits, entropy_of, mixture, rest_of, share_of, slope_of, with_no_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +109,8 @@ class _LinearLogprob(torch.autograd.Function):
             if sum_pi2 is not None:
                 sum_pi2[at] = torch.exp(torch.logsumexp(2 * z, -1) - 2 * lse[at])
             if entropy is not None:
-                logp = centred(z, lse[at])
-                entropy[at] = -(logp.exp().mul_(logp)).sum(-1)
+                entropy[at] = entropy_of(centred(z, lse[at]))
+            del z  # before the product of the next chunk
         if vocabulary is not None and here is not None:
             own = logprobs.masked_fill(~here, 0)  # not a product: another slice's target may be -inf here
             logprobs, lse, entropy, sum_pi2 = _over_slices(vocabulary, own, lse, entropy, sum_pi2)
@@ -143,14 +143,15 @@ class _LinearLogprob(torch.autograd.Function):
             of_entropy = None if d_entropy is None else (entropy[at, None], d_entropy[at, None])
             if ctx.kernels is not None:
                 z, own = raw_logits(h, cast, ctx.banned, at), of_slice(targets, here)[at]
+                raw = RawLogits(z, own, temperature[at], bias, ctx.cap)
                 if d_apart is None:
                     of_rows = (None if x is None else x[at] for x in (lse, d_logprob, entropy, d_entropy))
-                    dz = ctx.kernels.gradients(z, own, temperature[at], *of_rows, bias, ctx.cap)
+                    dz = ctx.kernels.gradients(z, own, raw.temperature, *of_rows, bias, ctx.cap)
                 else:
-                    raw = RawLogits(z, own, temperature[at], bias, ctx.cap)
                     of_rows = (x[at] for x in (ids, needed, lse, others, rest, d_logprob, d_apart))
                     dz = ctx.kernels.gradients_apart(raw, *of_rows, of_entropy)
                 sums.add(at, dz, h, cast, needed[at], zeroed=True)
+                del z, dz, raw  # before the product of the next chunk
                 continue
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # the derivative of the cap
@@ -173,6 +174,7 @@ class _LinearLogprob(torch.autograd.Function):
             if d_apart is not None and here is not None:
                 dz = dz[:, :-1]
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
+            del z, logp, dz, slope
         return *sums.found(weight, bias), *[None] * 8
 
 
@@ -198,6 +200,7 @@ def _by_kernels(
             found[:4, at] = kernels.sums(raw.z, raw.targets, raw.temperature, bias, cap)
         else:
             found[:, at], apart[at] = kernels.sums_apart(raw, ids[at])
+        del raw  # before the product of the next chunk
     return [row.clone() for row in found]  # results that are views of each other could not be changed in place
 
 

@@ -68,6 +68,7 @@ class _Read(torch.autograd.Function):
                 reading.banned.close(z, at)
             lse[at] = torch.logsumexp(z, -1)
             parts.append(reading.values(centred(z, lse[at]), at))
+            del z  # before the product of the next chunk
         ctx.save_for_backward(hidden, weight, bias, temperature, lse)
         ctx.cap, ctx.reading = cap, reading
         values, figures = (torch.cat(x) for x in zip(*parts, strict=True))
@@ -89,6 +90,7 @@ class _Read(torch.autograd.Function):
                 ctx.reading.banned.close(z, at)
             dz = ctx.reading.slope(centred(z, lse[at]), at, d_values[at]) / t
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast, needed[at])
+            del z, dz, slope
         return *sums.found(weight, bias), None, None, None
 
 
@@ -207,6 +209,8 @@ def top_k(
             raw = RawLogits(z, inside[at], temperature[at], None, head.cap)
             (own, lse, *_), named = kernels.sums_apart(raw, ids)
             values, of_rows = named[:, :-1], [lse[:, None], own[:, None].where(mine, -torch.inf), named[:, -1:]]
+            del raw
+        del z  # before the product of the next chunk
         found.append((values, ids + start))
         sums.append(torch.cat(of_rows, -1))
     # of every rank, each [n, ranks x k] and [n, ranks]

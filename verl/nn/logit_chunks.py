@@ -32,6 +32,11 @@ def centred(z: Tensor, lse: Tensor) -> Tensor:
     return z.sub_(lse[:, None]).clamp_(min=NONE)
 
 
+def entropy_of(logp: Tensor) -> Tensor:
+    """Return the entropy [n] of log-probs [n, v]."""
+    return -(logp.exp().mul_(logp)).sum(-1)
+
+
 def slope_of(logp: Tensor, d: Tensor, of_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
     """Return the gradient [n, v] to the logits, without the target's own term: -d p, where d [n, 1] is the gradient to
     the log-prob. With of_entropy = (H, dL/dH), each [n, 1], add dL/dH dH/dz, where dH/dz = -p (log p + H). Overwrites

@@ -154,6 +154,8 @@ def role_items(
         dtype=dtype_of(config, role),
         checkpointing=config.model.gradient_checkpointing,
         float32_head=config.model.head_dtype == "float32",
+        logit_copies=logprob_copies(config, own or config.model.path),
+        compares_logits="hidden" in _outputs(config),
         head=role in ("actor", "ref", *teachers),
         trains=role in TRAINED,
         optimizer=config.optim.name,
@@ -175,9 +177,6 @@ def role_items(
         divides_states=getattr(options_of(config, "model"), "distributed_optimizer", True),
     )
     items = dict(memory_of(config, "model")(describe_model(own or config.model.path), layout, work))
-    if "log-prob chunk" in items:  # of any engine
-        copies = logprob_copies(config, own or config.model.path)
-        items["log-prob chunk"] = items["log-prob chunk"] // LOGPROB_COPIES * copies
     if role == "actor" and factors and config.model.lora.get("path"):
         items["weights"] += 4 * factors.parameters  # the factors of the start, whole
     if role == "actor" and (head := _teachers_head(config, [*teachers.values()])):
@@ -186,14 +185,20 @@ def role_items(
 
 
 def logprob_copies(config: Config, path: str) -> int:
-    """Return how many arrays of the size of a chunk of logits exist at once: one more than `LOGPROB_COPIES` if a model
-    caps its logits (the slope of the cap), or if the algorithm reads squared probabilities (twice the logits) or a
-    teacher's likeliest ids (the logits without them); `DIVERGENCE_COPIES` if it compares whole distributions."""
+    """Return how many arrays of the size of a chunk of logits exist at once where torch's operations read it: one more
+    than `LOGPROB_COPIES` if a model caps its logits (the slope of the cap), or if the algorithm reads squared
+    probabilities (twice the logits) or a teacher's likeliest ids (the logits without them); `DIVERGENCE_COPIES` if it
+    compares whole distributions."""
     capped = text_config(read_model_config(find_model_folder(path))).get("final_logit_softcapping")
-    needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
-    outputs = {need.output for need in needs}
+    outputs = _outputs(config)
     copies = DIVERGENCE_COPIES if "hidden" in outputs else LOGPROB_COPIES
     return copies + bool(capped or outputs & {"sum_pi_squared", "topk_ids"})
+
+
+def _outputs(config: Config) -> set[str]:
+    """Return the names of the outputs that an algorithm reads."""
+    needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
+    return {need.output for need in needs}
 
 
 def _teachers_head(config: Config, teachers: Sequence[str]) -> int:
