@@ -136,7 +136,9 @@ def test_by_default_every_row_can_become_full() -> None:
         engine("qwen3", pages=True, max_kv_tokens=100)
 
 
-def test_sleeping_gives_the_pages_back_and_changes_no_result() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_sleeping_gives_the_pages_back_and_changes_no_result(kept: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages of more bytes than are kept through sleep are freed; all are empty after it."""
     expected, _, _ = run("qwen3", pages=True)
     core, runner = engine("qwen3", pages=True)
     for request in requests():
@@ -144,9 +146,12 @@ def test_sleeping_gives_the_pages_back_and_changes_no_result() -> None:
     done: dict[str, Completion] = {}
     for _ in range(6):
         done |= {c.request_id: c for _, c in core.step()}
-    assert runner.stats()["kv_bytes"] > 0
+    size = runner.stats()["kv_bytes"]
+    assert size > 0
+    monkeypatch.setattr(paged, "KEPT_KV_BYTES", size if kept else size - 1)
     core.sleep(1)
-    assert runner.stats()["kv_bytes"] == 0
+    assert runner.stats()["kv_bytes"] == (size if kept else 0)
+    assert not runner._paged.cache._held.any()
     assert_same(done | finish(core), expected)
 
 
