@@ -6,7 +6,7 @@ none."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -240,7 +240,9 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def moved(value: Any, to: Any) -> Any:
-    """A tensor in float64, or on a device."""
+    """A tensor in float64; or on a device, with the tensors of a quantised weight."""
+    if is_dataclass(value) and not isinstance(value, type) and isinstance(to, torch.device):
+        return replace(value, **{field.name: moved(getattr(value, field.name), to) for field in fields(value)})
     if not isinstance(value, Tensor):
         return value
     if to == torch.float64 and value.is_complex():
@@ -259,21 +261,34 @@ def compare(ours: Tensor, theirs: Tensor, error: float) -> None:
     torch.testing.assert_close(ours.double().cpu(), theirs.double(), atol=error, rtol=error)
 
 
+def inputs_of(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> Inputs:
+    """The inputs of a case that a kernel takes: without a cap where it computes none."""
+    args, rest = CASES[kernel.operation].inputs(torch.Generator().manual_seed(size), size, dtype)
+    if "cap" in rest and isinstance(kernel.load(Use(device, dtype, {"capped": 1})), str):
+        del rest["cap"]
+    return args, rest
+
+
+def on_device(given: Inputs, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Copies of inputs on a device, for a kernel that may change them."""
+    args, rest = given
+    mine = [moved(x, device).clone() if isinstance(x, Tensor) else moved(x, device) for x in args]
+    return mine, {name: moved(x, device) for name, x in rest.items()}
+
+
 def check_row(kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int) -> None:
-    case, rng = CASES[kernel.operation], torch.Generator().manual_seed(size)
+    case = CASES[kernel.operation]
     found = kernel.load(Use(device, dtype))
     assert not isinstance(found, str), f"{kernel.operation} by {kernel.name}: {found}"
     reference = case.reference or choose(kernel.operation, Use(torch.device("cpu"), torch.float64)).call  # type: ignore[union-attr]
     call = as_function(kernel.operation, found)
-    args, rest = case.inputs(rng, size, dtype)
-    if rest.get("cap") and isinstance(kernel.load(Use(device, dtype, {"capped": 1})), str):
-        rest["cap"] = 0.0
+    args, rest = inputs_of(kernel, device, dtype, size)
     exact = [moved(x, torch.float64) for x in args]
-    mine = [moved(x, device).clone() if isinstance(x, Tensor) else x for x in args]
+    mine, read = on_device((args, rest), device)
     if case.gradient:
-        return check_gradient(kernel, partial(call, **rest), partial(reference, **rest), mine, exact, dtype)
+        return check_gradient(kernel, partial(call, **read), partial(reference, **rest), mine, exact, dtype)
     with torch.inference_mode():
-        ours, theirs = call(*mine, **rest), reference(*exact, **rest)
+        ours, theirs = call(*mine, **read), reference(*exact, **rest)
     if kernel.operation == "sample":
         return check_draw(ours, theirs, exact, kernel.tolerance[dtype])
     compare(ours, theirs, kernel.tolerance[dtype])
@@ -354,6 +369,40 @@ def test_every_row_is_its_operation(kernel: Kernel) -> None:
     if not here:
         pytest.skip(str(kernel.load(Use(*every[0]))))
     check_each([(d, t, n) for d, t in here for n in range(8)], lambda of: check_row(kernel, *of))
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    parts = [getattr(value, field.name) for field in fields(value)] if is_dataclass(value) else parts
+    return [tensor for part in parts for tensor in tensors_of(part)]
+
+
+def test_a_kernel_is_given_nothing_that_lies_on_another_device() -> None:
+    """A kernel of a GPU fails at a pointer of the host: of a scale, of a sink, within a quantised weight."""
+    meta = torch.device("meta")
+
+    def check(kernel: Kernel) -> None:
+        for dtype, size in [(dtype, size) for dtype in kernel.tolerance for size in range(8)]:
+            given = on_device(inputs_of(kernel, torch.device("cpu"), dtype, size), meta)
+            found = tensors_of(given)
+            assert found and {tensor.device.type for tensor in found} == {"meta"}
+
+    check_each([k for k in KERNELS if k.devices == ("cuda",)], check, lambda k: f"{k.operation}-{k.name}")
+
+
+def test_torchs_flash_kernel_takes_every_case() -> None:
+    """On the device `meta` it has the shape of its result, and of gradients."""
+    meta, ran = torch.device("meta"), 0
+    for kernel in (k for k in KERNELS if "meta" in k.devices):
+        for size in range(8):
+            call = kernel.load(Use(meta, torch.bfloat16))
+            assert not isinstance(call, str)
+            args, rest = on_device(inputs_of(kernel, meta, torch.bfloat16, size), meta)
+            assert call(*args, **rest).shape == args[0].shape
+            ran += 1
+    assert ran == 2 * 8, "of training and of prompts"
 
 
 def test_the_compiled_rows_run_where_there_is_a_compiler() -> None:

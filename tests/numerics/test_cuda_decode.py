@@ -96,7 +96,7 @@ def test_prompts_in_several_passes_equal_transformers(name: str) -> None:
     core.runner.model.prompt_attention = lambda *args, **read: used.append(len(args[3])) or kernel(*args, **read)
     for prompt, completion in answers(core, Sampling(max_tokens=5, temperature=0.7)).values():
         np.testing.assert_allclose(
-            completion.logprobs, exact(module, prompt, completion.ids, 0.7), atol=1e-6, rtol=5e-7
+            completion.logprobs, exact(module, prompt, completion.ids, 0.7), atol=close_to(1e-6), rtol=5e-7
         )
     assert used and max(used) == 3, "several prompts are one call"
 
