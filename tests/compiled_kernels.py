@@ -84,6 +84,7 @@ def launch_all(dtype: torch.dtype, dim: int, capability: int) -> None:
         sampling,
         skinny,
         training,
+        truncation,
     )
 
     rows, heads, kv_heads, page, ffn, vocab = 4, 16, 8, 256, 3072, 151936
@@ -136,9 +137,10 @@ def launch_all(dtype: torch.dtype, dim: int, capability: int) -> None:
             blocks.block_product(empty(n, 1024), values, scales, of, bias, None if bias is None else residual)
         values, scales = empty(128, 1536, 1024, kind=torch.float8_e4m3fn), empty(128, 12, 8, kind=torch.float32)
         experts.expert_products(x, values, order, starts, 8, scales)
-    numbers = empty(rows, kind=torch.float64)
-    sampling.draw_tokens(empty(rows, vocab), numbers, numbers)
-    ids, of_rows = empty(rows, kind=torch.int64), empty(rows, kind=torch.float32)
+    numbers, ids = empty(rows, kind=torch.float64), empty(rows, kind=torch.int64)
+    truncation.truncate(empty(rows, vocab), numbers, ids, numbers, numbers)
+    sampling.draw_tokens(empty(rows, vocab), numbers, sampling.draw_uniforms(ids, ids))
+    of_rows = empty(rows, kind=torch.float32)
     for bias, cap in ((None, 0.0), (empty(vocab), 30.0)):
         head.logit_sums(empty(rows, vocab), ids, of_rows, bias, cap)
         head.logit_gradients(empty(rows, vocab), ids, *[of_rows] * 5, bias, cap)

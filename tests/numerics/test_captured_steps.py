@@ -16,6 +16,7 @@ import torch
 from interpreted import interpreted_ops
 from rollouts import draws_of
 from test_cuda_decode import Declared
+from test_mixed_steps import PLAIN
 from test_no_waits import NoReads
 from test_rollout_numerics import CONFIGS
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -38,6 +39,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 PAGE, ROWS, TOKENS = 16, 3, 20  # tokens: those that each row has before the first step
 MIXED, IDLE = (4, 16), (4, 8)
 READS = {"_local_scalar_dense", "bincount", "nonzero"}
+METHODS_THAT_READ = ("tolist", "numpy", "cpu", "__bool__", "__array__")
+"""Of a tensor: on a CPU they are no operations of torch."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +56,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Callable[[], None]] = []
-        self._within = False
+        self._within, self._patch = False, pytest.MonkeyPatch()
 
     def __enter__(self) -> Any:
         from triton.runtime.interpreter import GridExecutor
@@ -69,13 +72,25 @@ class Recorder(TorchDispatchMode):
                 self._within = False
 
         GridExecutor.__call__ = recorded
+        for name in METHODS_THAT_READ:
+            self._patch.setattr(torch.Tensor, name, self._refusing(name, getattr(torch.Tensor, name)))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         from triton.runtime.interpreter import GridExecutor
 
         GridExecutor.__call__ = self._launch
+        self._patch.undo()
         super().__exit__(*error)
+
+    def _refusing(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        """The method of a tensor, for the interpreter alone."""
+
+        def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            assert self._within, f"the host reads a number during a capture, by {name}"
+            return method(tensor, *args, **kwargs)
+
+        return read
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -235,9 +250,12 @@ def test_rows_between_two_buckets_have_the_graph_of_the_larger(monkeypatch: pyte
     assert [(step.rows, step.beside) for step in stepping.step._graphs] == [(3, 0), (3, 4)]
 
 
-def test_a_step_that_reads_a_number_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The double notices it as a card does."""
-    stepping = Stepping("qwen3 moe", CPU, None, Graphs(monkeypatch))
+@pytest.mark.parametrize("name,ops", [("qwen3 moe", None), ("qwen3", PLAIN)])
+def test_a_step_that_reads_a_number_cannot_be_captured(
+    name: str, ops: DecodeOps | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The double notices it as a card does: by an operation, or a method that is none on a CPU."""
+    stepping = Stepping(name, CPU, ops, Graphs(monkeypatch))
     with pytest.raises(AssertionError, match="the host reads a number"):
         stepping.launch(2, 0, adapted=False)
 

@@ -18,18 +18,21 @@ LEAST_SHARED_BYTES = 101376  # of a block, on the cards of capability 8.0 and ab
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "capability,dtype,dim,count",
-    [(90, "bfloat16", 128, (41, 22)), (89, "float16", 64, (41, 22)), (80, "float32", 256, (35, 20))],
+    [(90, "bfloat16", 128, (43, 24)), (89, "float16", 64, (43, 24)), (80, "float32", 256, (37, 22))],
 )
 def test_every_kernel_fits_a_card(
     capability: int, dtype: str, dim: int, count: tuple[int, int], tmp_path: Path
 ) -> None:
-    """No register is spilled, small cards have the shared memory, and operands of products are copied ahead of use.
+    """No register is spilled, small cards have the shared memory, and operands of products are copied ahead of use. The
+    code is that of a run, which says to Triton whether it fuses products and sums: without it there would be a warning.
     Weights in blocks of 8 bits need 8.9 and half precision, and prompts spill a few bytes there; NF4 needs half
     precision."""
-    world = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
+    world = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    world.pop("TRITON_DEFAULT_FP_FUSION", None)  # this process has imported the kernels, which set it
     command = [sys.executable, str(SCRIPT), str(capability), dtype, str(dim)]
     done = subprocess.run(command, env=world, capture_output=True, text=True, timeout=280)  # twenty CPU seconds
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "FP_FUSION" not in done.stderr
     launches = [json.loads(line) for line in done.stdout.splitlines()]
     kernels = [launch["kernel"] for launch in launches]
     assert (len(kernels), len(set(kernels))) == count

@@ -14,7 +14,8 @@ from test_rollout_numerics import CONFIGS
 from transformers import Qwen3Config
 
 pytest.importorskip("triton", reason="no Triton here (make triton-package)")
-from verl.accel.cuda import decode
+from verl.accel.cuda import decode, segments
+from verl.accel.operations import Use
 from verl.driver.assemble import say_notes
 from verl.model_engine import passes
 from verl.model_engine.torch_engine import TorchEngine
@@ -72,6 +73,24 @@ def test_below_ampere_attention_has_a_line_too(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_attention_in_blocks_has_its_reason(config: Any, reason: str) -> None:
     assert reason in lines(config)["trained_attention"]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_a_size_of_heads_without_a_gradient_has_its_reason(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The flash kernels compute it forward, also as prompts, and refuse its backward pass on these cards."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(segments, "flash_attn", lambda name: print)
+    for dim in (192, 200, 224, 232, 256):
+        use = Use(CUDA, torch.bfloat16, {"head_dim": dim})
+        refused = dim in (200, 224) and capability in ((8, 6), (8, 9), (12, 0))
+        assert ("trained_attention" in lines(Qwen3Config(head_dim=dim))) == refused
+        for load in (segments.load_torch, segments.load_flash_attn):
+            found = load(use)
+            assert isinstance(found, str) == refused, (dim, found)
+            assert not refused or f"no gradient of it on compute capability {capability[0]}.{capability[1]}" in found
+        assert callable(segments.load_torch_prompts(use)) and callable(segments.load_flash_attn_prompts(use))
 
 
 def test_float32_has_no_attention_in_one_call() -> None:

@@ -34,7 +34,7 @@ LINEAR = (
 )
 Sets = dict[str, tuple[ParameterSet, dict[str, Tensor]]]
 DECODE_OPS = PLAIN if ON_CPU else None
-"""Of fused steps: `PLAIN` reads numbers on the host, which no graph of a GPU can contain, so that its own are chosen."""
+"""Of fused steps: `PLAIN` reads numbers on the host, which no graph of a GPU can contain: its own are chosen."""
 FUSED: dict[str, Any] = {"compiled": False, "layout": "plain", "paged": True, "decode_ops": DECODE_OPS}
 WAYS: dict[str, dict[str, Any]] = {
     "compiled": {},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -92,6 +93,31 @@ def test_the_faster_product_is_used_for_each_number_of_rows(monkeypatch: pytest.
         both = product.add_to(residual[:rows].clone(), x[:rows]).double()
         torch.testing.assert_close(both, exact + residual[:rows], atol=2e-6, rtol=2e-6)
     assert used == [2, 2, 3, 3, 4, 4], "3 rows are as 4"
+
+
+def test_a_process_measures_a_shape_once_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both products take the same time the choice is noise: engines that load one after the other, or at once in
+    threads of their own, have the same products. Another device is measured by its own clock."""
+    seconds, clocks, asked = iter(range(10**6, 0, -1)), list[torch.device](), Counter[tuple[str, int]]()
+
+    def clock_on(device: torch.device) -> skinny.Clock:
+        clocks.append(device)
+        return clock_of(lambda kind, rows: float(next(seconds)) if kind == "plain" or rows % 4 else 2e6, asked)
+
+    monkeypatch.setattr(skinny, "device_clock", clock_on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    skinny._products_on.cache_clear()
+    weight = torch.randn(24, 40)
+    try:
+        makes = [skinny.measured_products(torch.device(name)).make for name in ("cuda", "cuda:0", "cuda")]
+        with ThreadPoolExecutor(3) as threads:
+            first, *others = threads.map(lambda make: make(weight, None), makes)
+        assert all(isinstance(one, skinny.Narrow) and one.faster == first.faster for one in others)
+        assert clocks == [torch.device("cuda:0")] and asked.total() == 2 * len(skinny.MEASURED_ROWS)
+        skinny.measured_products(torch.device("cuda:1"))
+        assert clocks[1:] == [torch.device("cuda:1")]
+    finally:
+        skinny._products_on.cache_clear()
 
 
 def test_without_a_clock_every_number_of_rows_that_fits_is_split() -> None:

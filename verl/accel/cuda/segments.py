@@ -12,30 +12,33 @@ from verl.nn.flash import flash_attn
 from verl.nn.torch_compat import varlen_attention
 
 MAX_HEAD_DIM = 256
+NO_GRADIENT = range(193, 225)  # head sizes that the kernels refuse in a backward pass on some cards
 HEAD_DIM_STEP = 8  # torch's kernel takes multiples of it; flash-attn pads
 FUNCTION = "flash_attn_varlen_func"
 
 
 def load_torch(use: Use) -> Call | str:
     """Return the function, or why it cannot run: the row of torch's kernel."""
-    return _missing(use) or _uneven(use) or torch_segments
+    return _missing(use) or _uneven(use) or _without_gradient(use) or torch_segments
 
 
 def load_flash_attn(use: Use) -> Call | str:
     """Return the function, or why it cannot run: the row of flash-attn."""
     if flash_attn(FUNCTION) is None:
         return "flash-attn 2 is not installed"
-    return _missing(use) or flash_attn_segments
+    return _missing(use) or _without_gradient(use) or flash_attn_segments
 
 
 def load_torch_prompts(use: Use) -> Call | str:
-    """Return what `load_torch` returns, for prompts."""
-    return _capped(use) or load_torch(use)
+    """Return what `load_torch` returns, for prompts, which have no gradients."""
+    return _capped(use) or _missing(use) or _uneven(use) or torch_segments
 
 
 def load_flash_attn_prompts(use: Use) -> Call | str:
-    """Return what `load_flash_attn` returns, for prompts."""
-    return _capped(use) or load_flash_attn(use)
+    """Return what `load_flash_attn` returns, for prompts, which have no gradients."""
+    if flash_attn(FUNCTION) is None:
+        return "flash-attn 2 is not installed"
+    return _capped(use) or _missing(use) or flash_attn_segments
 
 
 def torch_segments(
@@ -100,6 +103,18 @@ def _uneven(use: Use) -> str | None:
     dim = use.sizes.get("head_dim", HEAD_DIM_STEP)
     if use.device.type == "cuda" and dim % HEAD_DIM_STEP:
         return f"head_dim={dim}: torch's flash kernel computes multiples of {HEAD_DIM_STEP}"
+    return None
+
+
+def _without_gradient(use: Use) -> str | None:
+    """Return why flash kernels have no gradient of this; None if they have. Theirs of these sizes runs on the cards of
+    data centres alone (8.0, 9.0, 10.0)."""
+    dim = use.sizes.get("head_dim", HEAD_DIM_STEP)
+    if use.device.type != "cuda" or dim not in NO_GRADIENT:
+        return None
+    major, minor = torch.cuda.get_device_capability(use.device)
+    if (major, minor > 0) == (8, True) or major == 12:
+        return f"head_dim={dim}: flash kernels have no gradient of it on compute capability {major}.{minor}"
     return None
 
 

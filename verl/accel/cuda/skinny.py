@@ -1,10 +1,12 @@
 """Matrix products of few rows, whose depth is split over programs: a step of few rows reads each weight once, and many
 programs are needed to read it fast. It is used for the shapes and numbers of rows at which it was faster than torch's
-product, measured at the first load of the weights. Needs Triton."""
+product, measured once in a process, at the first load of weights of that shape. Needs Triton."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from threading import Lock
 
 import torch
 import triton
@@ -166,17 +168,18 @@ class Narrow:
 
 class Measured:
     """Makes products, and measures each shape once by `clock`; without one, `skinny_product` computes all numbers of
-    rows that it can."""
+    rows that it can. Several threads may load weights: one of them measures, and the others take what it found."""
 
     def __init__(self, clock: Clock | None) -> None:
-        self._clock = clock
+        self._clock, self._measuring = clock, Lock()
         self._faster: dict[tuple[torch.Size, torch.dtype, bool], frozenset[int]] = {}
 
     def make(self, weight: Tensor, bias: Tensor | None) -> Narrow:
         """Return the product with a weight [N, C]."""
         kind = weight.shape, weight.dtype, bias is not None
-        if kind not in self._faster:
-            self._faster[kind] = frozenset(rows for rows in MEASURED_ROWS if self._is_faster(rows, weight, bias))
+        with self._measuring:
+            if kind not in self._faster:
+                self._faster[kind] = frozenset(rows for rows in MEASURED_ROWS if self._is_faster(rows, weight, bias))
         return Narrow(weight, bias, self._faster[kind])
 
     def _is_faster(self, rows: int, weight: Tensor, bias: Tensor | None) -> bool:
@@ -210,6 +213,15 @@ def device_clock(device: torch.device) -> Clock:
 
 
 def measured_products(device: torch.device) -> SingleProducts:
-    """Return the layout of these products: the tensors as they are."""
-    clock = device_clock(device) if device.type == "cuda" else None
+    """Return the layout of these products: the tensors as they are. All engines of a process on one device get the same
+    one: measured again, a shape for which both products take the same time could get the other one, and the engines
+    would differ by rounding."""
+    index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
+    return _products_on(device.type, index)
+
+
+@cache
+def _products_on(kind: str, index: int | None) -> SingleProducts:
+    """Return the layout of a device, by its type and number."""
+    clock = device_clock(torch.device(kind, index or 0)) if kind == "cuda" else None
     return SingleProducts(Measured(clock).make, keeps=True)
