@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from each import matrix
 from handmade_model import write_model, write_rows
 
 from verl.cli import main
@@ -562,7 +563,7 @@ def test_a_mapping_counts_the_memory_of_few_sets_and_reads_a_model_once(
         assert 0 < len(counted) <= 700, len(counted)
 
 
-@pytest.mark.parametrize(("count", "limit_s"), [(2, 2), (128, 60)])
+@matrix("count, limit_s", [(2, 2), (128, 60)])
 def test_a_search_stays_within_its_limit_of_cpu_seconds(
     recipes: dict[str, list[str]], count: int, limit_s: float
 ) -> None:
