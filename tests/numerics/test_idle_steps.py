@@ -214,6 +214,7 @@ def with_parts(stepping: Stepping, counts: dict[int, int], *, adapted: bool) -> 
     return jobs
 
 
+@pytest.mark.slow
 def test_a_graph_for_each_size_from_its_second_step_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replay is the step, bitwise, and writes into the pages of its prompts alone: padding writes nothing."""
     graphs, ops = Graphs(monkeypatch), interpreted_ops()
