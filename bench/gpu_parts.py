@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import os
 import statistics
 import time
@@ -18,6 +19,7 @@ import torch
 
 from bench import limits
 from bench.breakdown import NLL, sample_of
+from verl.accel.devices import device_facts
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.settings import EngineSettings
@@ -25,6 +27,7 @@ from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout.base import GenerateRequest, RolloutContext
 from verl.rollout.native.engine import build
 from verl.rollout.native.options import Options
+from verl.rollout.native.paged import MIXED_PROMPTS, whole_pages
 from verl.serve import FolderWeights
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sampling
@@ -68,7 +71,7 @@ class Sizes:
     rows: tuple[int, ...] = (1, 16, 64, 256)
     contexts: tuple[int, ...] = (512, 4096)
     tokens: int = 160
-    """Tokens of an answer, of which the first and the last tenth are not timed."""
+    """Tokens of an answer after all prompts have been computed; the first two and the last fifth are not timed."""
     prompts: tuple[int, int] = (16, 1024)
     """Number and tokens of the prompts of a prefill."""
     sequences: tuple[int, int] = (32, 1024)
@@ -123,6 +126,15 @@ def busy_share(intervals: Iterable[tuple[int, int]], begin: int, end: int) -> fl
     return covered / (end - begin) if end > begin else 0.0
 
 
+def decode_sizes(rows: int, context: int, timed: int, device: str) -> tuple[int, int]:
+    """Return the tokens of a prompt and of an answer with which rows have `context` tokens on average in `timed` steps
+    after the last prompt: the first rows get tokens while the prompts of the last ones are computed."""
+    at_once = (device_facts(device).mixed_tokens or (Options().max_prefill_tokens,))[-1]
+    prompt = max(1, round((context - timed / 2) / (1 + rows / (2 * at_once))))
+    waiting = math.ceil(rows * prompt / at_once) + math.ceil(rows / MIXED_PROMPTS) + 4
+    return prompt, waiting + timed
+
+
 class Bench:
     """A model of one shape on one device, with the limits of the device."""
 
@@ -157,16 +169,20 @@ class Bench:
         yield Row("limits", "copy from the host", self._from_host() / 1e9, "GB/s")
 
     def decode(self) -> Iterator[Row]:
-        """Tokens per second; the limit reads the weights and each row's keys and values once per step."""
+        """Tokens per second of steps without prompts; the limit reads the weights and each row's keys and values once
+        per step, those of the tokens that the rows had on average."""
         for context in self.sizes.contexts:
             for rows in self.sizes.rows:
-                what, needed = f"{rows} x {context}", 2 * 2 * self.params + rows * context * self.kv_bytes
-                if needed > FREE_SHARE * self._free_bytes():
+                prompt, answer = decode_sizes(rows, context, self.sizes.tokens, self.device.type)
+                what, kept = f"{rows} x {context}", rows * whole_pages(prompt + answer) * self.kv_bytes
+                if (needed := 2 * 2 * self.params + kept) > FREE_SHARE * self._free_bytes():
                     yield Row("decode", what, None, "tokens/s", note=f"it needs {needed / 1e9:.0f} GB")
                     continue
-                rate = asyncio.run(self._decode_rate(rows, context))
-                limit = rows * self.bytes_per_s / (2 * self.params + rows * self.kv_bytes * context)
-                yield Row("decode", what, rate, "tokens/s", limit)
+                rate, mean, note = asyncio.run(self._decode_rate(rows, prompt, answer))
+                read = rows * mean * self.kv_bytes
+                limit = rows * self.bytes_per_s / (2 * self.params + read)
+                note = note or f"{mean:.0f} tokens before each on average, {read / 1e9:.3g} GB of keys and values"
+                yield Row("decode", what, rate, "tokens/s", limit, note)
 
     def prefill(self) -> Iterator[Row]:
         """Prompt tokens per second; the limit is that of the products, the head for one token of each prompt."""
@@ -246,27 +262,30 @@ class Bench:
             *(engine.generate(GenerateRequest(f"{name}/{i}", prompts[i], sampling[i])) for i in range(rows))
         )
 
-    async def _decode_rate(self, rows: int, context: int) -> float:
-        """Return tokens per second between the first and the last tenth of the answers, with about `context` tokens
-        before each; of all of them if they have ended before they were first counted."""
-        tokens = self.sizes.tokens
-        engine = self._engine(rows, context + tokens)
+    async def _decode_rate(self, rows: int, prompt: int, answer: int) -> tuple[float, float, str]:
+        """Return the tokens per second while all rows are decoded and no prompt is left, the tokens before each on
+        average, and a note: if a row ended before it was counted, both are of all tokens."""
+        engine = self._engine(rows, prompt + answer)
         await engine.load_weights(FolderWeights(self.model))
         await self._asked(engine, "warm", rows, 4, 8)
-        before, asked_s = engine.stats()["sampled_tokens"], time.perf_counter()
-        running = asyncio.ensure_future(self._asked(engine, "timed", rows, context - tokens // 2, tokens))
+        before, asked_s = engine.stats(), time.perf_counter()
+        running = asyncio.ensure_future(self._asked(engine, "timed", rows, prompt, answer))
 
-        async def reaches(share: float) -> tuple[int, float]:
-            while (done := engine.stats()["sampled_tokens"] - before) < share * rows * tokens:  # noqa: ASYNC110
+        async def reaches(name: str, count: float) -> tuple[int, float]:
+            while engine.stats()[name] - before[name] < count and not running.done():  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
-            return done, time.perf_counter()
+            return engine.stats()["sampled_tokens"] - before["sampled_tokens"], time.perf_counter()
 
-        (first, began_s), (last, ended_s) = await reaches(0.1), await reaches(0.9)
+        first, _ = await reaches("resident", rows)
+        first, began_s = await reaches("sampled_tokens", first + 2 * rows)
+        last, ended_s = await reaches("sampled_tokens", first + 0.8 * rows * self.sizes.tokens)
+        whole = engine.stats()["resident"] == rows
         await running
+        done_s = time.perf_counter()
         await engine.close()
-        if last == first:
-            return last / (ended_s - asked_s)
-        return (last - first) / (ended_s - began_s)
+        if not whole:
+            return rows * answer / (done_s - asked_s), prompt + answer / 2, "of all tokens: they ended too early"
+        return (last - first) / (ended_s - began_s), prompt + (first + last) / 2 / rows, ""
 
     async def _prefill_s(self, count: int, tokens: int) -> float:
         engine = self._engine(count, tokens + 1)
@@ -315,6 +334,7 @@ class Bench:
             device=str(self.device),
             emulate_bf16=False,
             gradient_checkpointing=checkpointing,
+            max_tokens_per_microbatch=count * length,  # the peak is that of one pass over all of them
         )
         engine = TorchEngine(self.model, settings)
         rng = np.random.default_rng(0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from bench import gpu
-from bench.gpu_parts import TINY, Bench, Row, busy_share, line_of
+from bench import gpu, gpu_parts
+from bench.gpu_parts import TINY, Bench, Row, Sizes, busy_share, decode_sizes, line_of
 from bench.gpu_trl import trl_step
 
 
@@ -75,15 +77,49 @@ def test_time_that_is_covered_counts_once() -> None:
 def test_the_limit_of_decoding_reads_weights_and_keys_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench("tiny", "cpu", TINY)
 
-    async def rate(rows: int, context: int) -> float:
-        return 1.0
+    async def rate(rows: int, prompt: int, answer: int) -> tuple[float, float, str]:
+        return 1.0, prompt + 7.5, ""
 
     monkeypatch.setattr(bench, "_decode_rate", rate)
-    found = {row.what: row.limit for row in bench.decode()}
-    kv = 2 * 2 * 2 * 2 * 16  # key and value of 2 layers, 2 heads of 16, in 2 bytes
-    assert found["3 x 40"] == pytest.approx(3 * bench.bytes_per_s / (2 * bench.params + 3 * 40 * kv))
+    found = {row.what: row for row in bench.decode()}
+    kv, mean = 2 * 2 * 2 * 2 * 16, decode_sizes(3, 40, TINY.tokens, "cpu")[0] + 7.5  # 2 layers, 2 heads of 16, 2 bytes
+    assert found["3 x 40"].limit == pytest.approx(3 * bench.bytes_per_s / (2 * bench.params + 3 * mean * kv))
+    assert found["3 x 40"].note.startswith(f"{mean:.0f} tokens before each on average, ")
     monkeypatch.setattr(bench, "_free_bytes", lambda: 1e3)
     assert all(row.value is None and "it needs" in row.note for row in bench.decode())
+
+
+@pytest.mark.parametrize("context", Sizes().contexts)
+@pytest.mark.parametrize("rows", Sizes().rows)
+def test_rows_are_timed_when_no_prompt_is_left_and_before_one_ends(rows: int, context: int) -> None:
+    """By a schedule of its own, of a card: the first pass has 8192 tokens, and each step after it 1024 beside its rows,
+    of at most 16 prompts."""
+    timed = Sizes().tokens
+    prompt, answer = decode_sizes(rows, context, timed, "cuda")
+    left, count = [prompt] * rows, [0] * rows
+    while any(left):
+        room, ready = (1024 if any(count) else 8192), [n == 0 for n in left]
+        for i in [i for i, n in enumerate(left) if n][:16]:
+            took = min(left[i], room)
+            left[i], room = left[i] - took, room - took
+        count = [n + 1 if done else 0 for n, done in zip(count, ready, strict=True)]
+    assert max(count) + 2 + 0.8 * timed < answer, "none ends while it is timed"
+    mean = prompt + sum(count) / rows + 2 + 0.4 * timed
+    assert mean == pytest.approx(context, rel=0.06), "and they have the context that the row is of"
+
+
+def test_the_memory_of_an_update_is_that_of_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over all tokens: in two passes of 16,384 each it would be half of what the row says."""
+    asked = list[int]()
+
+    def engine(model: Any, settings: Any) -> Any:
+        asked.append(settings.max_tokens_per_microbatch)
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(gpu_parts, "TorchEngine", engine)
+    bench = Bench("tiny", "cpu", TINY)
+    bench.sizes = Sizes()
+    assert all(row.note == "out of memory" for row in bench.update()) and asked == [32 * 1024] * 3
 
 
 def test_a_record_keeps_the_parts_of_earlier_runs(tmp_path: Path) -> None:
