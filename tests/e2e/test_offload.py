@@ -100,13 +100,13 @@ def test_the_peak_is_at_most_a_tenth_above_the_plan(more, tmp_path, arithmetic_d
     given = (folder, arithmetic_data[:1], "run.total_steps=2", *more)
     planned = make_plan(load_config(small_args(tmp_path / "run", *given)).config).memory.peak_bytes
     if ON_CPU:
-        found = peak(monkeypatch, tmp_path / "run", *given)
+        found, beside = peak(monkeypatch, tmp_path / "run", *given), 0
     else:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         small_run(tmp_path / "run", *given)
-        found = torch.cuda.max_memory_allocated() - CONTEXT_BYTES
-    assert 2 * 4 * model.num_parameters() < found < 1.1 * planned, (found, planned)
+        found, beside = torch.cuda.max_memory_allocated(), CONTEXT_BYTES
+    assert 2 * 4 * model.num_parameters() < found < 1.1 * planned + beside, (found, planned)
 
 
 def test_the_plan_knows_what_is_away(tmp_path, tiny_model, arithmetic_data):

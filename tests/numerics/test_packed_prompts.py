@@ -55,7 +55,8 @@ def check_engine(name: str, kernel: Any, patch: pytest.MonkeyPatch, **options: A
         raise AssertionError("a prompt is computed alone, or padded")
 
     patch.setattr("verl.rollout.native.model.attend_causal", refused)
-    core = engine(CONFIGS[name], module, rows=5, compiled=False, layout="plain", prefix_cache_tokens=4096, **options)
+    given = {"layout": "plain", "prefix_cache_tokens": 4096, "prompts": ((), ()), **options}  # passes, and no steps
+    core = engine(CONFIGS[name], module, rows=5, compiled=False, **given)
     core.runner.model.prompt_attention = counted  # type: ignore[attr-defined]
     first = [np.random.default_rng(i).integers(0, 67, n) for i, n in enumerate(LENGTHS)]
     longer = [np.concatenate([first[0], np.arange(ADDED)]), np.arange(3)]

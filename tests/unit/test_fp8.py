@@ -11,6 +11,7 @@ import torch
 from families import QWEN3, QWEN3_MOE
 from on_device import DEVICE
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from verl.model_engine.optim import OptimSpec
@@ -115,6 +116,30 @@ def test_blocks_have_the_same_bits_on_every_device(dtype: torch.dtype) -> None:
     for ours, theirs in zip(there, quantise(weight), strict=True):
         assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8))
     assert torch.equal(dequantise(*there).cpu(), dequantise(*quantise(weight)))
+
+
+class Divisors(TorchDispatchMode):
+    """Keeps the second operands of all divisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += [args[1]] if "div" in function.overloadpacket.__name__ else []
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_device_divides_by_no_number_of_the_host() -> None:
+    """torch multiplies with its reciprocal on a GPU, which is another bit for some scales."""
+    meta = torch.device("meta")
+    with Divisors() as divisors:
+        quantise(torch.empty(300, 400, device=meta))
+        rounded_inputs(torch.empty(3, 400, device=meta))
+    assert len(divisors.found) == 4
+    assert all(isinstance(by, Tensor) and by.device == meta for by in divisors.found)
+    largest = torch.rand(10_000) * 100
+    assert not torch.equal(largest * (1.0 / LARGEST), largest / LARGEST), "the bits are others"
 
 
 def test_projections_are_quantised_and_nothing_else() -> None:

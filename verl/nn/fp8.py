@@ -54,7 +54,8 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scales(largest: Tensor) -> Tensor:
     """Return the scales of runs of values with these largest magnitudes."""
-    return torch.where(largest == 0, 1.0, largest / LARGEST).clamp(min=SMALLEST_SCALE)
+    # by a tensor: by a number a GPU multiplies with the reciprocal, and the last bit differs
+    return torch.where(largest == 0, 1.0, largest / torch.full_like(largest, LARGEST)).clamp(min=SMALLEST_SCALE)
 
 
 def by_row(scales: Tensor, rows: int) -> Tensor:
