@@ -128,10 +128,10 @@ def test_answers_are_those_of_passes_of_their_own(name: str, look_ahead: bool) -
 
 
 def watch(engine: EngineCore) -> list[int]:
-    """The prompt tokens, with padding, of each step from now on."""
-    sizes, decode = list[int](), engine.runner._paged  # type: ignore[attr-defined]
-    plain = decode._sample
-    decode._sample = lambda step, cuts: (sizes.append(step.beside), plain(step, cuts))[1]
+    """The prompt tokens, with padding, of each step from now on, which may be the replay of a graph."""
+    sizes, prompts = list[int](), engine.runner._paged.prompts  # type: ignore[attr-defined]
+    plain = prompts.stage
+    prompts.stage = lambda *given: (sizes.append(plain(*given)), sizes[-1])[1]
     return sizes
 
 
