@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from interpreted import fix_bf16_products
+from interpreted import fix_bf16_products, round_to_bf16
 
 from verl.accel import devices, trained
 from verl.accel.cuda.rows import KERNELS, TRITON
 from verl.accel.operations import Call, Use
 from verl.nn import attention, fused, head_kernels, linear_logprob, linear_teacher
 
+HEAD = ("logit_sums", "logit_gradients")
 TRAINED = ("trained_rms_norm", "trained_swiglu", "trained_rotation")
 
 
@@ -48,6 +49,7 @@ def take_for_card(patch: pytest.MonkeyPatch) -> Counter[str]:
         return None if dtype == torch.float32 else counted("trained_attention", trained.trained_attention)
 
     fix_bf16_products(patch)
+    round_to_bf16(patch)
     patch.setattr(devices, "DEVICES", MappingProxyType({**devices.DEVICES, "cpu": devices.DEVICES["cuda"]}))
     patch.setattr(fused, "trained_ops", trained_ops)
     patch.setattr(attention, "segment_kernel", segments)

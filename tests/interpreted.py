@@ -36,6 +36,22 @@ def fix_bf16_products(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+def round_to_bf16(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts float32 to bf16, where a GPU rounds to the nearest."""
+    from triton import language as tl
+    from triton.runtime import interpreter
+
+    converted = interpreter.InterpreterBuilder.cast_impl
+
+    def create_fp_trunc(self: Any, of: Any, kind: Any) -> Any:
+        if (of.dtype.scalar, kind.scalar) != (tl.float32, tl.bfloat16):
+            return converted(self, of, kind)
+        rounded = torch.from_numpy(np.array(of.data, np.float32)).bfloat16().view(torch.int16).numpy()
+        return interpreter.TensorHandle(rounded.view(np.uint16), tl.bfloat16)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_fp_trunc", create_fp_trunc)
+
+
 class Launches(TorchDispatchMode):
     """Records what would be launched on a GPU within the block: operations of torch, and kernels by their names."""
 

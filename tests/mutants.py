@@ -65,6 +65,7 @@ LOSSES, CLIENT = "tests/unit/test_router_losses.py", "tests/unit/test_rollout_cl
 PLACES = "tests/unit/test_config_cluster.py"
 LOOK_AHEAD = "tests/unit/test_look_ahead.py"
 PROMPTS = "tests/numerics/test_packed_prompts.py"
+CARD_MISMATCH = "tests/numerics/test_card_mismatch.py"
 HEAD_KERNELS, HEAD_NAMED = "tests/numerics/test_head_kernels.py", "tests/numerics/test_head_named.py"
 MIXED, SKINNY = "tests/numerics/test_mixed_steps.py", "tests/numerics/test_skinny_products.py"
 NOTES = "tests/numerics/test_kernel_notes.py"
@@ -1533,6 +1534,7 @@ MUTANTS = (
         HEAD_KERNELS,
     ),
     Mutant("nn/linear_logprob.py", "targets.where(here, -1)", "targets", HEAD_KERNELS),
+    Mutant("accel/cuda/training.py", "(active * u)", "(g / (1.0 + tl.exp(-g)) * u)", CARD_MISMATCH),
     Mutant("nn/head_kernels.py", "here[:, -1] &= ~own[:, :-1].any(1)", "pass", HEAD_NAMED),
     Mutant("nn/head_kernels.py", "closed = ~here | (z == -torch.inf)", "closed = ~here", HEAD_NAMED),
     Mutant("nn/head_kernels.py", "raw.bias[at], raw", "raw.bias[ids[:, :1]], raw", HEAD_NAMED),

@@ -1,7 +1,7 @@
 """Differentiable norms, gates and rotations for training, one launch each way. Needs Triton.
 
-The arithmetic is in float32, and results are rounded once. Sums over rows have a fixed order, so that a gradient is the
-same in every run."""
+The arithmetic is in float32, and results are rounded once; an activation also before it is multiplied, as in a
+rollout and in transformers. Sums over rows have a fixed order, so that a gradient is the same in every run."""
 
 from __future__ import annotations
 
@@ -63,7 +63,8 @@ def _swiglu(gate, up, out, n, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     g = tl.load(gate + at, mask=at < n, other=0.0).to(tl.float32)
     u = tl.load(up + at, mask=at < n, other=0.0).to(tl.float32)
-    tl.store(out + at, (g / (1.0 + tl.exp(-g)) * u).to(out.dtype.element_ty), mask=at < n)
+    active = (g / (1.0 + tl.exp(-g))).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + at, (active * u).to(out.dtype.element_ty), mask=at < n)
 
 
 @triton.jit
