@@ -63,7 +63,7 @@ actor head's gradient                       -             -             -       
 actor largest whole weight                  -             -             -             -             -      1.27 GiB
 actor optimizer states                942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 actor gradients                             -             -             -       471 MiB             -             -
-actor gradients of one copy                 -             -             -       471 MiB             -             -
+actor gradients of one copy                 -             -             -       260 MiB             -             -
 actor activations                           -             -             -      1.17 GiB             -             -
 critic weights                        471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
 critic compute copy of shards               -             -       236 MiB             -       236 MiB             -
@@ -74,7 +74,7 @@ critic inference activations                -             -       522 MiB       
 critic optimizer states               942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 critic gradients                            -             -             -             -       471 MiB             -
 critic gathered gradients                   -             -             -             -      56.9 MiB             -
-critic gradients of one copy                -             -             -             -       471 MiB             -
+critic gradients of one copy                -             -             -             -       260 MiB             -
 critic activations                          -             -             -             -      1.17 GiB             -
 rollout weights                       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 incoming weights                            -             -             -             -             -       942 MiB

@@ -241,6 +241,7 @@ def _training(share: _Share, kept: int, waits: int, working: int, residual: int)
     activations = work.tokens * (through + 2 * residual)
     waiting = activations + copies * (not again)  # of one pass, until its backward pass
     flying = min(layout.pipeline - work.stage, work.passes)
+    apart = layout.replicate > 1 and work.passes > 1
     # no gradients exist beside the first backward pass; those of the only one take the place of what it has used
     not_yet = min(4 * share.trained, waiting) * (work.passes == flying)
     alone = flying == 1
@@ -250,8 +251,9 @@ def _training(share: _Share, kept: int, waits: int, working: int, residual: int)
         # as computed, and in the buffer from which they are sent
         "gathered gradients": share.gathers * 2 * gathered,
         "reduced embeddings": reduced,
-        # of earlier passes, summed over the ranks of one copy of the model and not yet over the copies
-        "gradients of one copy": 4 * share.trained * (layout.replicate > 1 and work.passes > 1),
+        # of earlier passes, summed over the ranks of one copy of the model: they are freed layer by layer, while the
+        # last pass makes the gradients and sums them over the copies. Two layers are under way at once
+        "gradients of one copy": 2 * max(outside, gathered) // layout.shard * apart,
         "compute copy of weights": copies,
         "activations": activations - not_yet * alone,
         "image tower's activations": work.tower_bytes,
