@@ -1534,6 +1534,12 @@ MUTANTS = (
         HEAD_KERNELS,
     ),
     Mutant("nn/linear_logprob.py", "targets.where(here, -1)", "targets", HEAD_KERNELS),
+    Mutant(
+        "accel/cuda/attention.py",
+        'score = tl.dot(query, tl.trans(key), input_precision="ieee") * scale',
+        'score = tl.dot(query, tl.trans(key), input_precision="ieee")',
+        CARD_MISMATCH,
+    ),
     Mutant("accel/cuda/training.py", "(active * u)", "(g / (1.0 + tl.exp(-g)) * u)", CARD_MISMATCH),
     Mutant("nn/head_kernels.py", "here[:, -1] &= ~own[:, :-1].any(1)", "pass", HEAD_NAMED),
     Mutant("nn/head_kernels.py", "closed = ~here | (z == -torch.inf)", "closed = ~here", HEAD_NAMED),
