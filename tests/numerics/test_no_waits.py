@@ -15,6 +15,7 @@ from test_split import EVERY, fake_outputs, prepared, samples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.accel.devices import DEVICES, device_facts
+from verl.accel.transfer import to_device
 from verl.batch import pack
 from verl.model_engine import pending as module
 from verl.model_engine.objective import reduce_terms
@@ -133,6 +134,22 @@ def test_the_mode_sees_a_read():
     for read in (*reads, lambda x: numbers.to(x.device), lambda x: x.copy_(numbers)):
         with pytest.raises((AssertionError, NotImplementedError, RuntimeError)), NoReads():
             read(torch.ones(3, device=META))
+
+
+@pytest.mark.parametrize("shape, dim", [((1, 8), 0), ((8, 1), 1)])
+def test_views_of_few_numbers_are_sent_whole(shape, dim, monkeypatch):
+    """Pinned memory has the strides of its source, with those of an expanded tensor it would overlap itself."""
+
+    def pinned(tensor):
+        copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        return copy.copy_(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    few = torch.arange(8.0).view(shape)
+    every = few.expand(*(3 if d == dim else n for d, n in enumerate(shape)))
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *where, non_blocking: tensor if non_blocking else None)
+    assert torch.equal(to_device(every, torch.device("cuda")), every)
+    assert to_device(every, torch.device("xpu")) is None, "memory that is not pinned is copied before the host goes on"
 
 
 # -- without a choice of rows the numbers are the same -----------------------------------------------------------------

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +104,7 @@ def test_a_process_measures_a_shape_once_on_a_device(monkeypatch: pytest.MonkeyP
     seconds, clocks, asked = iter(range(10**6, 0, -1)), list[torch.device](), Counter[tuple[str, int]]()
 
     def clock_on(device: torch.device) -> skinny.Clock:
+        time.sleep(0.05)  # so that all threads are there before the first has a clock
         clocks.append(device)
         return clock_of(lambda kind, rows: float(next(seconds)) if kind == "plain" or rows % 4 else 2e6, asked)
 
@@ -109,9 +113,14 @@ def test_a_process_measures_a_shape_once_on_a_device(monkeypatch: pytest.MonkeyP
     skinny._products_on.cache_clear()
     weight = torch.randn(24, 40)
     try:
-        makes = [skinny.measured_products(torch.device(name)).make for name in ("cuda", "cuda:0", "cuda")]
-        with ThreadPoolExecutor(3) as threads:
-            first, *others = threads.map(lambda make: make(weight, None), makes)
+        start = threading.Barrier(8)
+
+        def made(name: str) -> Any:
+            start.wait(30)
+            return skinny.measured_products(torch.device(name)).make(weight, None)
+
+        with ThreadPoolExecutor(8) as threads:
+            first, *others = threads.map(made, ["cuda", "cuda:0"] * 4)
         assert all(isinstance(one, skinny.Narrow) and one.faster == first.faster for one in others)
         assert clocks == [torch.device("cuda:0")] and asked.total() == 2 * len(skinny.MEASURED_ROWS)
         skinny.measured_products(torch.device("cuda:1"))

@@ -11,12 +11,14 @@ import torch.nn.functional as F
 from each import each
 from on_device import DEVICE, ON_CPU
 from test_attention import make, rows, run
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.accel.cuda.segments import torch_segments
 from verl.batch import pack
+from verl.model_engine.passes import _backward
+from verl.nn import deterministic as deterministic_attention
 from verl.nn.attention import Varlen, attend_varlen
-from verl.nn.deterministic import exact_backward
 
 NAMES = ("qwen3", "qwen2", "llama", "mistral", "gemma2", "gpt2")
 PRECISIONS: dict[str, tuple[dict[str, Any], float]] = {
@@ -102,11 +104,29 @@ def test_the_backward_pass_of_attention_alone_is_strict(deterministic: None) -> 
     """Torch uses its deterministic kernels of this pass only where its setting is strict."""
     q, bounds = torch.randn(8, 2, 16, device="meta", dtype=torch.bfloat16, requires_grad=True), [0, 8]
     ends = torch.tensor(bounds, dtype=torch.int32, device="meta")
-    padded = torch.randn(1, 2, 8, 12, requires_grad=True)  # torch pads heads, and cuts the result
     with Settings() as mode:
         lengths = Varlen((ends, ends, 8, 8), None)
         (attend_varlen(lengths, q, q, q, 1.0, None, torch_segments) * 2).sum().backward()
-        (exact_backward(F.scaled_dot_product_attention(padded, padded, padded, is_causal=True)) * 2).sum().backward()
-    strict = {name for name, warns in mode.warns.items() if not warns and "att" in name}
-    assert strict == {"_varlen_attn_backward", "_scaled_dot_product_flash_attention_for_cpu_backward"}
+    assert {name for name, warns in mode.warns.items() if not warns and "att" in name} == {"_varlen_attn_backward"}
     assert torch.is_deterministic_algorithms_warn_only_enabled() and mode.warns["mul"]
+
+    def fails(*given: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    out = attend_varlen(lengths, q, q, q, 1.0, None, torch_segments)
+    out.grad_fn.register_prehook(fails)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        _backward((out * 2).sum())
+    assert torch.is_deterministic_algorithms_warn_only_enabled(), "also after a pass that failed"
+
+
+def test_the_node_of_an_attention_kernel_is_found() -> None:
+    """Through what torch does to its result; attention by products and a softmax has none."""
+    x, padded = torch.randn(1, 2, 8, 16, requires_grad=True), torch.randn(1, 2, 8, 12, requires_grad=True)
+    for one in (x, padded):
+        out = F.scaled_dot_product_attention(one, one, one, is_causal=True)
+        found = deterministic_attention._attention_node((out.transpose(1, 2)[..., :8]).grad_fn)
+        assert "ScaledDotProduct" in type(found).__name__
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert deterministic_attention._attention_node(out.grad_fn) is None

@@ -143,22 +143,26 @@ def test_a_step_is_launched_before_the_last_one_is_read(monkeypatch: pytest.Monk
     assert order == [("launch", 0), ("launch", 1), ("read", 0), ("launch", 2), ("read", 1), ("read", 2)]
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_sleep_keeps_a_small_pool_of_pages_and_the_graphs_that_read_it(
-    kept: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = core(True, pages=True)
-    for request in requests(0, 4):
-        engine.add(request)
-    run(engine, until=3)
-    decode, forgotten = engine.runner._paged, list[bool]()  # type: ignore[attr-defined]
-    pool, size = decode.cache.pool, decode.cache.nbytes
-    monkeypatch.setattr(paged, "KEPT_KV_BYTES", size if kept else size - 1)
-    monkeypatch.setattr(decode, "forget", lambda: forgotten.append(True))
-    engine.sleep(1)
-    assert (decode.cache.pool is pool) == kept == (not forgotten)
-    assert kept or decode.cache.pool is None
-    assert not decode.cache._held.any() and len(decode.cache._free) == decode.cache._pages - 1
+def test_sleep_keeps_a_small_pool_of_pages_and_the_graphs_that_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers that continue with other weights are those of a pool that was freed."""
+    results = []
+    for kept in (True, False):
+        engine, done = core(True, pages=True), {}
+        for request in requests(0, 8):
+            engine.add(request)
+        done |= run(engine, until=3)
+        decode, forgotten = engine.runner._paged, list[bool]()  # type: ignore[attr-defined]
+        pool, size = decode.cache.pool, decode.cache.nbytes
+        with monkeypatch.context() as patch:
+            patch.setattr(paged, "KEPT_KV_BYTES", size if kept else size - 1)
+            patch.setattr(decode, "forget", lambda forgotten=forgotten: forgotten.append(True))
+            engine.sleep(1)
+        assert (decode.cache.pool is pool) == kept == (not forgotten)
+        assert not decode.cache.pool.any() if kept else decode.cache.pool is None
+        assert not decode.cache._held.any() and len(decode.cache._free) == decode.cache._pages - 1
+        engine.load(source(1))
+        results.append(done | run(engine))
+    assert_same(*results)
 
 
 @settings(max_examples=25, deadline=None)

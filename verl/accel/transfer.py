@@ -12,5 +12,7 @@ def to_device(values: Tensor | np.ndarray, device: torch.device, dtype: torch.dt
     the device computes: it would before a copy from memory that is not pinned. Values of the device stay there."""
     given = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cuda" and given.device.type == "cpu":
-        given = given.pin_memory()  # from torch's cache, which keeps the memory until the copy has ended
-    return given.to(device, dtype, non_blocking=device.type != "cpu")
+        # of torch's cache, which keeps the memory until the copy has ended; with the strides of a view of few numbers
+        # the pinned numbers would overlap too
+        given = given.contiguous().pin_memory()
+    return given.to(device, dtype, non_blocking=device.type in ("cuda", "meta"))

@@ -57,15 +57,15 @@ def reduce_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tens
     sequence_of = to_device(batch.sequence_of, device)
     total = next(iter(outputs.values()))[:0].sum()  # 0, with a graph for the backward pass even if no term has a token
     metrics: dict[str, PendingMetric] = {}
+    sent = {name: to_device(column, device) for name, column in batch.columns.items()}
     for term in terms:
         if term.unit != "sequence":
-            weight = to_device(batch.columns[f"w/{term.name}"], device)
-            seen = batch.columns.get(f"m/{term.name}")
-            mask = weight != 0 if seen is None else to_device(seen, device).bool()
+            weight, seen = sent[f"w/{term.name}"], sent.get(f"m/{term.name}")
+            mask = weight != 0 if seen is None else seen.bool()
         else:
             weight, mask = _sequence_weight(batch, term.name, device)
         columns = Columns(
-            token={**{n: to_device(c, device) for n, c in batch.columns.items()}, **outputs},
+            token={**sent, **outputs},
             sequence=_teachers(batch, device),
             sequence_of=sequence_of,
             num_sequences=batch.num_sequences,

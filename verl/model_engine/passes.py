@@ -34,6 +34,7 @@ from verl.models.multimodal import layer_embeddings
 from verl.nn import attention
 from verl.nn.compiled import CompiledLayers
 from verl.nn.delta_net import StatePlan, plan_states, route_delta_nets
+from verl.nn.deterministic import setting_restored
 from verl.nn.fp8 import RoundedInputs, as_computed, in_blocks
 from verl.nn.fused import fuse, unfuse
 from verl.nn.kernel_notes import training_notes
@@ -399,4 +400,5 @@ def _nothing(loss: Tensor) -> None:
 def _backward(loss: Tensor) -> None:
     """Run the backward pass of a loss; rows without images depend on no trained weight if the language is frozen."""
     if loss.requires_grad:
-        torch.autograd.backward(loss)
+        with setting_restored():
+            torch.autograd.backward(loss)

@@ -31,6 +31,7 @@ from verl.model_engine.layout import Layout, layers_of_stages
 from verl.model_engine.meshes import patience
 from verl.model_engine.passes import Ready
 from verl.model_engine.sharded import ShardedEngine, ShardedModel, ShardedPasses, part_of_rank
+from verl.nn.deterministic import setting_restored
 from verl.nn.pipeline_parallel import Lane, cut, one_forward_one_backward, owners
 from verl.objective import Term
 
@@ -179,7 +180,8 @@ class StagePasses(ShardedPasses):
                 came, out = flying.popleft()
                 d_out = None if self.local.is_last else self._back.receive(out.shape, out.dtype, out.device)
                 if out.requires_grad:  # a first stage may have no factor of LoRA
-                    torch.autograd.backward(out, d_out)
+                    with setting_restored():
+                        torch.autograd.backward(out, d_out)
                 if came is not None:
                     assert came.grad is not None
                     self._back.send(came.grad)

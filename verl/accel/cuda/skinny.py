@@ -212,12 +212,17 @@ def device_clock(device: torch.device) -> Clock:
     return seconds
 
 
+_ONE_AT_A_TIME = Lock()
+"""`cache` computes a value in each thread that wants it first."""
+
+
 def measured_products(device: torch.device) -> SingleProducts:
     """Return the layout of these products: the tensors as they are. All engines of a process on one device get the same
     one: measured again, a shape for which both products take the same time could get the other one, and the engines
     would differ by rounding."""
     index = device.index if device.index is not None or device.type != "cuda" else torch.cuda.current_device()
-    return _products_on(device.type, index)
+    with _ONE_AT_A_TIME:
+        return _products_on(device.type, index)
 
 
 @cache

@@ -74,9 +74,10 @@ class PageCache:
         self.pool: Tensor | None = None  # address and size never change while it exists: graphs read it
         self.clear()
 
+    @torch.inference_mode()
     def clear(self, *, keep: bool = False) -> None:
         """Free all pages, and the memory unless it is kept."""
-        self.pool = self.pool if keep else None
+        self.pool = self.pool.zero_() if keep and self.pool is not None else None
         self._own = np.zeros(self.table.shape, np.int32)
         self._held = np.zeros(len(self._own), np.int64)  # pages per slot
         self._users = np.zeros(self._pages, np.int64)
