@@ -1518,7 +1518,12 @@ MUTANTS = (
         "self._longest = max(ends), 1",
         PROMPTS,
     ),
-    Mutant("accel/cuda/segments.py", "return _capped(use) or load_torch(use)", "return load_torch(use)", PROMPTS),
+    Mutant(
+        "accel/cuda/segments.py",
+        "_capped(use) or _missing(use) or _uneven(use)",
+        "_missing(use) or _uneven(use)",
+        PROMPTS,
+    ),
     Mutant("accel/cuda/segments.py", "dim % HEAD_DIM_STEP", "dim % 2", PROMPTS),
     # sums of a block are not brought to the largest logit so far; a gradient leaves a factor out
     Mutant("accel/cuda/head.py", "kept * (drawn + moved * total)", "kept * drawn", HEAD_KERNELS),
