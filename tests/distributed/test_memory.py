@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 from verl.config.schema import Config
 from verl.config.tree import changed
+from verl.model_engine import memory
 from verl.model_engine.layout import Layout
+from verl.model_engine.memory import chunk_bytes
 from verl.planner.memory import fullest_moment, role_items
 
 FULL = bool(os.environ.get("FULL_GRID"))
@@ -202,6 +205,9 @@ def test_the_head_in_float32_takes_what_the_plan_says(copies, tmp_path, monkeypa
     monkeypatch.setitem(MODELS, "head", head)
     model("head").save_pretrained(tmp_path / "head")
     device = "cuda" if copies else "cpu"
+    # here torch's operations compute the log-probs
+    by_torch = lambda work, vocab: chunk_bytes(replace(work, compares_logits=True), vocab)  # noqa: E731
+    monkeypatch.setattr(memory, "chunk_bytes", by_torch)
     given = {"model.path": str(tmp_path / "head"), "model.dtype": "bfloat16", "model.device": device}
 
     def measured(rank: int) -> list[tuple[int, int]]:
