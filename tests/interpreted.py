@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -123,3 +124,20 @@ def interpreted_ops() -> DecodeOps:
     """The rows of Triton for a decode step, which the interpreter runs on a CPU."""
     calls = {row.operation: row.load(Use(DEVICE, torch.float32)) for row in KERNELS}
     return DecodeOps(**{field.name: calls[field.name] for field in fields(DecodeOps)})  # type: ignore[arg-type]
+
+
+def recorded_launches(patch: pytest.MonkeyPatch, module: Any, names: Sequence[str]) -> list[str]:
+    """Replace these kernels of a module by doubles that compute nothing. Return a list to which each adds its name when
+    it is launched."""
+    launched = list[str]()
+
+    class Kernel:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **sizes: launched.append(self.name)
+
+    for name in names:
+        patch.setattr(module, name, Kernel(name))
+    return launched

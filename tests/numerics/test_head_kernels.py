@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from facts import use_facts
+from interpreted import recorded_launches
 from test_no_waits import META, NoReads
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -206,17 +207,7 @@ VOCAB = 1000
 
 def test_the_functions_around_the_kernels_read_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device `meta`, where they would launch them."""
-    launched = []
-
-    class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **sizes: launched.append(self.name)
-
-    for name in ("_sum_logits", "_logit_gradients"):
-        monkeypatch.setattr(head, name, Kernel(name))
+    launched = recorded_launches(monkeypatch, head, ("_sum_logits", "_logit_gradients"))
     use_facts(monkeypatch, module, compacts_rows=False, logit_chunk_rows=N, logit_chunk_bytes=0)
     leaves = [torch.empty(*s, dtype=torch.bfloat16, device=META, requires_grad=True) for s in ((N, H), (VOCAB, H))]
     given = torch.empty(N, dtype=torch.int64, device=META), torch.empty(N, device=META)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from facts import use_facts
+from interpreted import recorded_launches
 from test_no_waits import META
 from torch import Tensor
 
@@ -242,17 +243,7 @@ def test_the_likeliest_ids_of_a_teacher(
 
 def test_launches_and_passes_over_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device `meta`, from which nothing can be read."""
-    launched, vocab = [], 1000
-
-    class Kernel:
-        def __init__(self, name: str) -> None:
-            self.name = name
-
-        def __getitem__(self, grid: Any) -> Any:
-            return lambda *args, **sizes: launched.append(self.name)
-
-    for name in ("_sum_logits", "_logit_gradients"):
-        monkeypatch.setattr(head, name, Kernel(name))
+    launched, vocab = recorded_launches(monkeypatch, head, ("_sum_logits", "_logit_gradients")), 1000
     use_facts(monkeypatch, module, compacts_rows=False, logit_chunk_rows=N, logit_chunk_bytes=0)
     leaves = [torch.empty(*s, dtype=torch.bfloat16, device=META, requires_grad=True) for s in ((N, H), (vocab, H))]
     targets, ids = (torch.empty(*s, dtype=torch.int64, device=META) for s in ((N,), (N, K)))

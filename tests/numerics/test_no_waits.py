@@ -92,20 +92,12 @@ def check_passes(name, dtype, policy):
 def test_the_kernels_of_triton_are_launched_without_a_read(name, dtype, policy, monkeypatch):
     """The functions around the kernels, which would launch them here, on tensors without numbers."""
     pytest.importorskip("triton", reason="no Triton here (make triton-package)")
+    from interpreted import recorded_launches
+
     from verl.accel.cuda import training
 
-    launched = []
-
-    class Kernel:
-        def __init__(self, name):
-            self.name = name
-
-        def __getitem__(self, grid):
-            return lambda *args, **sizes: launched.append(self.name)
-
     kernels = ("_norm", "_norm_backward", "_swiglu", "_swiglu_backward", "_rotate")
-    for kernel in kernels:
-        monkeypatch.setattr(training, kernel, Kernel(kernel))
+    launched = recorded_launches(monkeypatch, training, kernels)
     by_dtype = [dict.fromkeys(fused._DTYPES, f) for f in (training.fused_rms_norm, training.fused_swiglu)]
     rotation = dict.fromkeys(fused._DTYPES, training.fused_rotation)
     monkeypatch.setattr(

@@ -30,7 +30,8 @@ def set_up_process(config: Config) -> None:
     if config.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first product runs on a GPU
         torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a launch for each new tensor
+        # otherwise each new tensor is filled, by a launch on a GPU
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def set_up_worker(config: Config, home: DriverHost | None, place: DevicePlace) -> None:

@@ -1,4 +1,4 @@
-"""Kernels for CUDA, most of them by Triton. Whoever imports one has settled how Triton compiles it."""
+"""Kernels for CUDA, most of them by Triton. Importing one sets how Triton compiles it."""
 
 import os
 
